@@ -1,7 +1,7 @@
 """Improvement of the best plan under the objective: a change at a time, the ops around it adapted, judged, and kept if faster.
 
     inputs      all inputs as another good plan has them; all else is solved again
-    reshards    an array is read as it is made, or made as it is read: the longest collectives first
+    reshards    an array is read as it is made, or made as it is read: first those that cost most in the plan's own schedule
     arrays      inputs of one role in another layout: first those that other good plans give it, larger arrays first
 
 Prices are those of the plan's own schedule (`costs/schedule_windows.py`); tied repeated layers change together. A faster plan starts
@@ -29,14 +29,17 @@ from shardplan.mesh.layout import Layout
 from shardplan.search.neighbourhood import Neighbourhood
 from shardplan.search.objective import GAIN, Candidates, Judged
 
-OPS = 40_000
+OPS = 60_000
 """Ops of all changes together."""
 
-IN_VAIN = 15_000
+IN_VAIN = 30_000
 """Ops of all changes together since the last one that made the step faster by `GAIN`."""
 
-WHOLE = 3
-"""A change for which all of the network is solved counts as so many."""
+WHOLE, SMALL, JUDGED = 2.0, 0.4, 0.6
+"""Parts of the ops that a change counts: for states of the whole network, for those of a part of it, and for judging them."""
+
+MOST_LOSS = 0.03
+"""A change is not judged if the network prices it as slower by more than this fraction of the step."""
 
 STARTS = 3
 """Plans that are changed, one after the other."""
@@ -80,6 +83,8 @@ class _Improvement:
     def start(self) -> Judged | None:
         """The best plan that fits, of all strategies, with other inputs than those that were changed."""
         self.in_vain = 0.0
+        if self.ops < len(self.task.space.graph.ops):
+            return None
         for plan in sorted(self.found.judged.values(), key=lambda x: x.rank):
             fits = not plan.excess_bytes and plan.network.space is self.task.space
             if fits and input_layouts(plan) not in self.changed:
@@ -91,24 +96,31 @@ class _Improvement:
         self.changed.append(input_layouts(best))
         network = own_network(self.task, best, self.found.limit)
         near = Neighbourhood(network, best.states, best.solution.tied)
-        n = len(self.task.space.graph.ops)
+        n, most = len(self.task.space.graph.ops), near.objective + MOST_LOSS * best.solution.objective
         for change in self.changes(best, network):
             if (name := (change.name, *(best.states[i] for i in change.masks))) in self.tried:
                 continue
-            cost = n * (WHOLE if change.whole else 1)
-            if deadline.over() or min(self.ops, IN_VAIN - self.in_vain) < cost:
+            if deadline.over() or not self.spend(n * (WHOLE if change.whole else SMALL)):
                 return None
-            self.ops -= cost
-            self.in_vain += cost
             self.tried.add(name)
             states = near.solved_with(change.masks) if change.whole else near.states_with(change.masks)
-            if states is not None and states != best.states:
+            if states is not None and states != best.states and network.problem.objective(states) <= most:
+                if not self.spend(n * JUDGED):
+                    return None
                 judged = self.found.add(Candidate(network, Solution("feasible", states, 0.0, 0.0, tied=best.solution.tied)))
                 if judged.rank < best.rank:
                     if judged.timeline.total_s < (1 - GAIN) * best.timeline.total_s:
                         self.in_vain = 0.0
                     return judged
         return None
+
+    def spend(self, ops: float) -> bool:
+        """Counts ops, if so many are left."""
+        if min(self.ops, IN_VAIN - self.in_vain) < ops:
+            return False
+        self.ops -= ops
+        self.in_vain += ops
+        return True
 
     # ---- changes
 
@@ -117,7 +129,7 @@ class _Improvement:
         others = sorted((x for x in self.found.judged.values() if x is not best and not x.excess_bytes), key=lambda x: x.rank)
         others = [input_layouts(x) for x in others]
         yield from self.whole(input_layouts(best), others)
-        small = zip_longest(self.reshards(best), self.relinks(best, others))
+        small = zip_longest(self.reshards(best, network), self.relinks(best, others))
         yield from (change for change in chain.from_iterable(small) if change)
         yield from self.arrays(best)
 
@@ -133,18 +145,18 @@ class _Improvement:
         masks = {i: np.array([x == layout for x in of[i].results[0]]) for i, layout in layouts.items()}
         return masks if all(mask.any() for mask in masks.values()) else None
 
-    def reshards(self, best: Judged) -> Iterator[Change]:
-        """Arrays that are read in another layout than they are made in, those that take longest first."""
-        network, space = best.network, self.task.space
+    def reshards(self, best: Judged, network: CostNetwork) -> Iterator[Change]:
+        """Arrays that are read in another layout than they are made in, those that cost most in the plan's own schedule first."""
+        space = self.task.space
         chosen, of, values = network.strategies(best.states), space.strategies, space.graph.values
-        retained = network.retained(best.states)
-        seconds: dict[tuple[int, int], float] = {}
+        cost: dict[tuple[int, int], float] = {}
         readers: dict[tuple[int, int], list[int]] = {}
-        for j, k, _, steps in network.moves(chosen, retained):
-            role = space.layers[j], k
-            seconds[role] = seconds.get(role, 0.0) + space.graph.ops[j].reads * sum(step.seconds for step in steps)
-            readers.setdefault(role, []).append(j)
-        for role in sorted(seconds, key=lambda role: -seconds[role]):
+        for edge, priced in zip(space.array_edges, network.problem.edges, strict=False):  # then those of equal layouts
+            if ps := float(priced.cost[best.states[priced.i], best.states[priced.j]]):
+                role = space.layers[edge.consumer], edge.operand
+                cost[role] = cost.get(role, 0.0) + ps
+                readers.setdefault(role, []).append(edge.consumer)
+        for role in sorted(cost, key=lambda role: -cost[role]):
             as_made, as_read = {}, {}
             for j in readers[role]:
                 v = space.graph.ops[j].inputs[role[1]]
