@@ -279,9 +279,9 @@ class CostNetwork:
         numbers: dict[int, dict] = {}
         out = []
         for narrow, wide, s in zip(other.space.strategies, self.space.strategies, states, strict=True):
-            number = numbers.setdefault(id(wide), {x: n for n, x in enumerate(wide.factors)})
+            number = numbers.setdefault(id(wide), {x: n for n, x in enumerate(wide.keys)})
             block, s = divmod(s, len(narrow))
-            out.append(block * len(wide) + number[narrow.factors[s]])
+            out.append(block * len(wide) + number[narrow.keys[s]])
         return tuple(out)
 
     def allows(self, states: Sequence[int]) -> bool:

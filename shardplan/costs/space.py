@@ -358,7 +358,9 @@ def with_merged_axes(space: StrategySpace, groups: Sequence[Sequence[str]]) -> S
     strategies, seconds, exchanged = [], [], []
     for some, *times in zip(space.strategies, space.kernel_seconds, space.exchange_seconds, strict=True):
         if id(some) not in kept:
-            numbers = [s for s, factors in enumerate(some.factors) if all(len({factors[n] for n in group}) == 1 for group in of)]
+            pairs = enumerate(some.keys)
+            in_order = (s for s, (_, order) in pairs if order == space.mesh.axes)
+            numbers = [s for s in in_order if all(len({some.factors[s][n] for n in group}) == 1 for group in of)]
             kept[id(some)] = some.only(numbers), numbers
         found, numbers = kept[id(some)]
         for of_some in times:

@@ -137,7 +137,7 @@ class _Ascent:
         of, blocks, numbers = self.task.space.strategies, self.tables.blocks, self.numbers
         if network.space is not self.task.space:
             own = network.space.strategies
-            chosen = [numbers(wide)[narrow.factors[s]] for wide, narrow, s in zip(of, own, chosen, strict=True)]
+            chosen = [numbers(wide)[narrow.keys[s]] for wide, narrow, s in zip(of, own, chosen, strict=True)]
         return tuple(s + (blocks.count(j) - 1) * len(of[j]) * (j in retained) for j, s in enumerate(chosen))
 
     @cached_property
@@ -146,7 +146,7 @@ class _Ascent:
 
         def of(wide) -> dict:
             if id(wide) not in known:
-                known[id(wide)] = {x: n for n, x in enumerate(wide.factors)}
+                known[id(wide)] = {x: n for n, x in enumerate(wide.keys)}
             return known[id(wide)]
 
         return of

@@ -184,7 +184,7 @@ class Candidates:
     def add(self, found: Candidate, judged: Judged | None = None) -> Judged:
         """Judges a candidate, unless it was `judged` already; it becomes the best if it is better."""
         network, solution = found
-        key = tuple(of.factors[s] for of, s in zip(network.space.strategies, network.strategies(solution.states), strict=True))
+        key = tuple(of.keys[s] for of, s in zip(network.space.strategies, network.strategies(solution.states), strict=True))
         key = (*key, network.retained(solution.states))
         if key not in self.judged:
             self.judged[key] = judged or judge(self.task, found, self.limit, self.others)

@@ -6,7 +6,8 @@ product, as long as every dim divides evenly, or is sharded along one mesh axis 
 
     a b, b c -> a c  reduce b     on data=2, model=4:   (data on a, model on c)    R S1 . on model, S0 R . on data, ...
 
-Several axes on one factor stack in mesh order, major to minor.
+Several axes on one factor stack in mesh order, major to minor, or with one of them last: gathering or exchanging the last axis alone
+moves no shard to another place. The order is one for all factors of a strategy (`OpStrategies.orders`).
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import functools
 import itertools
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -41,6 +43,7 @@ class OpStrategies:
 
     Attributes:
         factors: [s] -> per mesh axis the factor it is put on, None, or PARTIAL.
+        orders: [s] -> the mesh axes in the order in which those on one factor stack, major to minor.
         operands: per operand, [s] -> its layout.
         results: per result, [s] -> its layout.
         work: [s], the fraction of the op's flops that one device does (1 when replicated).
@@ -48,16 +51,22 @@ class OpStrategies:
     """
 
     factors: tuple[AxisFactors, ...]
+    orders: tuple[tuple[str, ...], ...]
     operands: tuple[tuple[Layout, ...], ...]
     results: tuple[tuple[Layout, ...], ...]
     work: np.ndarray
     shards: tuple[np.ndarray, ...]
 
     @classmethod
-    def of(cls, factors, operands, results, work: np.ndarray, mesh: MeshShape) -> OpStrategies:
+    def of(cls, factors, orders, operands, results, work: np.ndarray, mesh: MeshShape) -> OpStrategies:
         """With the `shards` of the layouts."""
         shards = (np.array([layout.shards(mesh) for layout in of], dtype=float) for of in operands + results)
-        return cls(factors, operands, results, work, tuple(shards))
+        return cls(factors, orders, operands, results, work, tuple(shards))
+
+    @cached_property
+    def keys(self) -> tuple[tuple[AxisFactors, tuple[str, ...]], ...]:
+        """[s] -> what tells a strategy from all others of the op."""
+        return tuple(zip(self.factors, self.orders, strict=True))
 
     def __len__(self) -> int:
         return len(self.factors)
@@ -65,8 +74,8 @@ class OpStrategies:
     def only(self, some: Sequence[int]) -> OpStrategies:
         """Some of the strategies, by number."""
         operands, results = (tuple(tuple(of[s] for s in some) for of in layouts) for layouts in (self.operands, self.results))
-        factors, shards = tuple(self.factors[s] for s in some), tuple(of[list(some)] for of in self.shards)
-        return OpStrategies(factors, operands, results, self.work[list(some)], shards)
+        factors, orders = (tuple(of[s] for s in some) for of in (self.factors, self.orders))
+        return OpStrategies(factors, orders, operands, results, self.work[list(some)], tuple(of[list(some)] for of in self.shards))
 
 
 def enumerate_strategies(
@@ -92,6 +101,11 @@ def enumerate_strategies(
     unequal = tuple((a, sizes[a]) for a in sorted(uneven) if any(splits_unevenly(sizes[a], n) for n in mesh.sizes))
     local = rule.shard_local if unequal else frozenset()
     found = _assignments(rule.operands + rule.results, rule.replicated, divisors, linear, within, mesh, unequal, local)
+    stacking = (
+        frozenset(flat_factors(*rule.operands, *rule.results)) - {*rule.exchanged, *rule.shard_local} if within is None else frozenset()
+    )
+    orders = tuple(_orders(strategy, mesh, stacking) for strategy in found)
+    found = tuple((strategy, order) for strategy, some in zip(found, orders, strict=True) for order in some)
     return _strategies(found, rule.operands, rule.results, tuple(rule.reduce.items()), rule.accumulator_init, mesh, unequal)
 
 
@@ -142,9 +156,18 @@ def _assignments(
     return tuple(filter(divides, itertools.product(*itertools.starmap(options, enumerate(mesh.sizes)))))
 
 
+def _orders(strategy: AxisFactors, mesh: MeshShape, stacking: Collection[str]) -> list[tuple[str, ...]]:
+    """The orders in which the axes on one factor stack that give different layouts; those of other factors than `stacking` do not."""
+    out, axes = [mesh.axes], list(zip(mesh.axes, mesh.sizes, strategy, strict=True))
+    for last, n, factor in axes[:-1]:
+        if factor in stacking and n > 1 and [axis for axis, k, x in axes if x == factor and k > 1][-1] != last:
+            out.append((*(axis for axis in mesh.axes if axis != last), last))
+    return out
+
+
 @functools.lru_cache(maxsize=4096)
 def _strategies(
-    found: tuple[AxisFactors, ...],
+    found: tuple[tuple[AxisFactors, tuple[str, ...]], ...],
     operands: tuple[Dims, ...],
     results: tuple[Dims, ...],
     reduce: tuple[tuple[str, str], ...],
@@ -153,10 +176,11 @@ def _strategies(
     unequal: UnevenSizes,
 ) -> OpStrategies:
     """The strategies of these assignments; they depend on no sizes but those of `unequal` factors, so ops of many sizes share them."""
-    work = np.array([1.0 / mesh.size(*(a for a, x in zip(mesh.axes, c, strict=True) if x not in (None, PARTIAL))) for c in found])
-    left = tuple(tuple(_layout(dims, c, mesh, {}, not accumulator_init) for c in found) for dims in operands)
-    right = tuple(tuple(_layout(dims, c, mesh, dict(reduce), True) for c in found) for dims in results)
-    even = OpStrategies.of(found, left, right, work, mesh)
+    factors, orders = zip(*found, strict=True)
+    work = np.array([1.0 / mesh.size(*(a for a, x in zip(mesh.axes, c, strict=True) if x not in (None, PARTIAL))) for c in factors])
+    left = tuple(tuple(_layout(dims, *c, mesh, {}, not accumulator_init) for c in found) for dims in operands)
+    right = tuple(tuple(_layout(dims, *c, mesh, dict(reduce), True) for c in found) for dims in results)
+    even = OpStrategies.of(factors, orders, left, right, work, mesh)
     return _filled_up(even, operands + results, dict(unequal), mesh) if unequal else even
 
 
@@ -171,14 +195,18 @@ def _filled_up(even: OpStrategies, tensors: tuple[Dims, ...], sizes: Mapping[str
     work = even.work * np.prod(list(grows.values()), axis=0)
     inside = ([grows[a] for a in flat_factors(dims) if a in grows] for dims in tensors)
     shards = tuple(of / np.prod(found, axis=0) if found else of for of, found in zip(even.shards, inside, strict=True))
-    return OpStrategies(even.factors, even.operands, even.results, work, shards)
+    return replace(even, work=work, shards=shards)
 
 
-def _layout(dims: Dims, strategy: AxisFactors, mesh: MeshShape, reduce: Mapping[str, str], passes_partial: bool) -> Layout:
+def _layout(
+    dims: Dims, strategy: AxisFactors, order: tuple[str, ...], mesh: MeshShape, reduce: Mapping[str, str], passes_partial: bool
+) -> Layout:
     """Layout of a tensor. `reduce`: a result's reduction factors -> kind; `passes_partial`: it is partial over PARTIAL axes."""
     on: dict[str, tuple[str, ...]] = {}
     partial = []
-    for axis, x in zip(mesh.axes, strategy, strict=True):
+    on_axis = dict(zip(mesh.axes, strategy, strict=True))
+    for axis in order:
+        x = on_axis[axis]
         if x == PARTIAL:
             partial += [(axis, "sum")] if passes_partial else []
         elif x is not None:

@@ -123,7 +123,7 @@ def _shard_map_strategies(op: Op, mesh: MeshShape) -> OpStrategies | None:
         return None
     used = [(Layout(tuple(tuple(a for a in dim if mesh.size(a) > 1) for dim in layout.dims)),) for layout in tensors]
     operands, results = tuple(used[: len(op.ins)]), tuple(used[len(op.ins) :])
-    return OpStrategies.of(((None,) * len(mesh.axes),), operands, results, np.array([1.0 / mesh.size(*named)]), mesh)
+    return OpStrategies.of(((None,) * len(mesh.axes),), (mesh.axes,), operands, results, np.array([1.0 / mesh.size(*named)]), mesh)
 
 
 def _key(op: Op) -> Hashable:
