@@ -113,7 +113,7 @@ def _decisions(planned: Planned) -> Iterator[PlanDecision]:
         if decided is None and not reshards:
             continue
         s = planned.strategies[i]
-        factors = zip(space.mesh.axes, space.strategies[i].factors[s], strict=True)
+        sharded = space.strategies[i].sharded(s, space.mesh)
         runs = op.reads if op.traits.border else op.runs
         yield PlanDecision(
             op=number,
@@ -123,7 +123,7 @@ def _decisions(planned: Planned) -> Iterator[PlanDecision]:
             primitive=op.primitive,
             occurrence=occurrence,
             phase=op.phase,
-            strategy={axis: "partial sums" if x == PARTIAL else x for axis, x in factors if x is not None},
+            strategy={axis: "partial sums" if x == PARTIAL else x for axis, x in sharded.items()},
             operand_layouts=decided.reads if decided else (),
             copy_numbers=decided.copies if decided else (),
             result_layouts=decided.results if decided else (),

@@ -6,8 +6,8 @@ product, as long as every dim divides evenly, or is sharded along one mesh axis 
 
     a b, b c -> a c  reduce b     on data=2, model=4:   (data on a, model on c)    R S1 . on model, S0 R . on data, ...
 
-Several axes on one factor stack in mesh order, major to minor, or with one of them last: gathering or exchanging the last axis alone
-moves no shard to another place. The order is one for all factors of a strategy (`OpStrategies.orders`).
+Several axes on one factor stack in mesh order, major to minor, or with any one of them last: a collective over the last axis alone
+leaves the other shards where they are (`mesh/reshard.py`).
 """
 
 from __future__ import annotations
@@ -35,6 +35,9 @@ UnevenSizes = tuple[tuple[str, int], ...]
 
 AxisFactors = tuple[str | None, ...]
 """One strategy: per mesh axis the factor it is put on, None, or PARTIAL."""
+
+Key = tuple[AxisFactors, tuple[str, ...]]
+"""What tells a strategy from all others of an op: its factors, and the order in which the mesh axes on one factor stack."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,12 +67,17 @@ class OpStrategies:
         return cls(factors, orders, operands, results, work, tuple(shards))
 
     @cached_property
-    def keys(self) -> tuple[tuple[AxisFactors, tuple[str, ...]], ...]:
-        """[s] -> what tells a strategy from all others of the op."""
+    def keys(self) -> tuple[Key, ...]:
+        """[s] -> its key."""
         return tuple(zip(self.factors, self.orders, strict=True))
 
     def __len__(self) -> int:
         return len(self.factors)
+
+    def sharded(self, s: int, mesh: MeshShape) -> dict[str, str]:
+        """Mesh axis -> the factor it is put on or PARTIAL, in the order in which they stack; without those that are put on none."""
+        factors = dict(zip(mesh.axes, self.factors[s], strict=True))
+        return {axis: x for axis in self.orders[s] if (x := factors[axis]) is not None}
 
     def only(self, some: Sequence[int]) -> OpStrategies:
         """Some of the strategies, by number."""
@@ -101,12 +109,9 @@ def enumerate_strategies(
     unequal = tuple((a, sizes[a]) for a in sorted(uneven) if any(splits_unevenly(sizes[a], n) for n in mesh.sizes))
     local = rule.shard_local if unequal else frozenset()
     found = _assignments(rule.operands + rule.results, rule.replicated, divisors, linear, within, mesh, unequal, local)
-    stacking = (
-        frozenset(flat_factors(*rule.operands, *rule.results)) - {*rule.exchanged, *rule.shard_local} if within is None else frozenset()
-    )
-    orders = tuple(_orders(strategy, mesh, stacking) for strategy in found)
-    found = tuple((strategy, order) for strategy, some in zip(found, orders, strict=True) for order in some)
-    return _strategies(found, rule.operands, rule.results, tuple(rule.reduce.items()), rule.accumulator_init, mesh, unequal)
+    ordered = frozenset(sizes).difference(rule.exchanged, rule.shard_local) if within is None else frozenset()
+    keys = tuple((factors, order) for factors in found for order in _orders(factors, mesh, ordered))
+    return _strategies(keys, rule.operands, rule.results, tuple(rule.reduce.items()), rule.accumulator_init, mesh, unequal)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -156,18 +161,16 @@ def _assignments(
     return tuple(filter(divides, itertools.product(*itertools.starmap(options, enumerate(mesh.sizes)))))
 
 
-def _orders(strategy: AxisFactors, mesh: MeshShape, stacking: Collection[str]) -> list[tuple[str, ...]]:
-    """The orders in which the axes on one factor stack that give different layouts; those of other factors than `stacking` do not."""
-    out, axes = [mesh.axes], list(zip(mesh.axes, mesh.sizes, strategy, strict=True))
-    for last, n, factor in axes[:-1]:
-        if factor in stacking and n > 1 and [axis for axis, k, x in axes if x == factor and k > 1][-1] != last:
-            out.append((*(axis for axis in mesh.axes if axis != last), last))
-    return out
+def _orders(strategy: AxisFactors, mesh: MeshShape, ordered: Collection[str]) -> list[tuple[str, ...]]:
+    """The mesh order, and for each axis that other axes follow on one of the `ordered` factors the order in which it comes last."""
+    axes = [(axis, factor) for (axis, n), factor in zip(mesh, strategy, strict=True) if n > 1]
+    before = [axis for n, (axis, factor) in enumerate(axes) if factor in ordered and factor in (x for _, x in axes[n + 1 :])]
+    return [mesh.axes, *((*(axis for axis in mesh.axes if axis != last), last) for last in before)]
 
 
 @functools.lru_cache(maxsize=4096)
 def _strategies(
-    found: tuple[tuple[AxisFactors, tuple[str, ...]], ...],
+    keys: tuple[Key, ...],
     operands: tuple[Dims, ...],
     results: tuple[Dims, ...],
     reduce: tuple[tuple[str, str], ...],
@@ -175,11 +178,11 @@ def _strategies(
     mesh: MeshShape,
     unequal: UnevenSizes,
 ) -> OpStrategies:
-    """The strategies of these assignments; they depend on no sizes but those of `unequal` factors, so ops of many sizes share them."""
-    factors, orders = zip(*found, strict=True)
+    """The strategies of these keys; they depend on no sizes but those of `unequal` factors, so ops of many sizes share them."""
+    factors, orders = tuple(factors for factors, _ in keys), tuple(order for _, order in keys)
     work = np.array([1.0 / mesh.size(*(a for a, x in zip(mesh.axes, c, strict=True) if x not in (None, PARTIAL))) for c in factors])
-    left = tuple(tuple(_layout(dims, *c, mesh, {}, not accumulator_init) for c in found) for dims in operands)
-    right = tuple(tuple(_layout(dims, *c, mesh, dict(reduce), True) for c in found) for dims in results)
+    left = tuple(tuple(_layout(dims, c, mesh, {}, not accumulator_init) for c in keys) for dims in operands)
+    right = tuple(tuple(_layout(dims, c, mesh, dict(reduce), True) for c in keys) for dims in results)
     even = OpStrategies.of(factors, orders, left, right, work, mesh)
     return _filled_up(even, operands + results, dict(unequal), mesh) if unequal else even
 
@@ -198,15 +201,13 @@ def _filled_up(even: OpStrategies, tensors: tuple[Dims, ...], sizes: Mapping[str
     return replace(even, work=work, shards=shards)
 
 
-def _layout(
-    dims: Dims, strategy: AxisFactors, order: tuple[str, ...], mesh: MeshShape, reduce: Mapping[str, str], passes_partial: bool
-) -> Layout:
+def _layout(dims: Dims, key: Key, mesh: MeshShape, reduce: Mapping[str, str], passes_partial: bool) -> Layout:
     """Layout of a tensor. `reduce`: a result's reduction factors -> kind; `passes_partial`: it is partial over PARTIAL axes."""
     on: dict[str, tuple[str, ...]] = {}
     partial = []
-    on_axis = dict(zip(mesh.axes, strategy, strict=True))
-    for axis in order:
-        x = on_axis[axis]
+    factors = dict(zip(mesh.axes, key[0], strict=True))
+    for axis in key[1]:
+        x = factors[axis]
         if x == PARTIAL:
             partial += [(axis, "sum")] if passes_partial else []
         elif x is not None:

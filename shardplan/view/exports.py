@@ -96,8 +96,8 @@ def model_explorer(plan: Plan) -> str:
 
 
 def _strategy(planned: Planned, i: int) -> str:
-    factors = planned.space.strategies[i].factors[planned.strategies[i]]
-    return ", ".join(f"{axis}: {x}" for axis, x in zip(planned.space.mesh.axes, factors, strict=True) if x is not None)
+    sharded = planned.space.strategies[i].sharded(planned.strategies[i], planned.space.mesh)
+    return ", ".join(f"{axis}: {x}" for axis, x in sharded.items())
 
 
 def _namespace(op: Op) -> str:

@@ -402,8 +402,8 @@ class Instrument:
     def _strategy(self, i: int) -> str:
         assert self.schedule is not None
         planned = self.schedule.planned
-        factors = planned.space.strategies[i].factors[planned.strategies[i]]
-        return ", ".join(f"{clean(a)}: {x}" for a, x in zip(self.plan.mesh.axes, factors, strict=True) if x is not None)
+        sharded = planned.space.strategies[i].sharded(planned.strategies[i], planned.space.mesh)
+        return ", ".join(f"{clean(a)}: {x}" for a, x in sharded.items())
 
 
 def _expanded(pattern: str) -> Iterator[str]:
