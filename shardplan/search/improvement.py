@@ -35,7 +35,7 @@ OPS = 60_000
 IN_VAIN = 30_000
 """Ops of all changes together since the last one that made the step faster by `GAIN`."""
 
-WHOLE, SMALL, JUDGED = 2.0, 0.4, 0.6
+WHOLE, SMALL, JUDGED = 4.0, 0.4, 0.6
 """Parts of the ops that a change counts: for states of the whole network, for those of a part of it, and for judging them."""
 
 MOST_LOSS = 0.03
@@ -44,7 +44,7 @@ MOST_LOSS = 0.03
 STARTS = 3
 """Plans that are changed, one after the other."""
 
-OTHERS = 4
+OTHERS = 2
 """Other plans whose inputs are tried as a whole."""
 
 Masks = Mapping[int, np.ndarray]

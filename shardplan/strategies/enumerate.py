@@ -82,7 +82,7 @@ class OpStrategies:
     def only(self, some: Sequence[int]) -> OpStrategies:
         """Some of the strategies, by number."""
         operands, results = (tuple(tuple(of[s] for s in some) for of in layouts) for layouts in (self.operands, self.results))
-        factors, orders = (tuple(of[s] for s in some) for of in (self.factors, self.orders))
+        factors, orders = tuple(self.factors[s] for s in some), tuple(self.orders[s] for s in some)
         return OpStrategies(factors, orders, operands, results, self.work[list(some)], tuple(of[list(some)] for of in self.shards))
 
 
