@@ -450,17 +450,48 @@ def test_the_users_own_constraint_may_be_a_hint_or_ignored(mesh, params, search)
 
 
 @pytest.mark.parametrize("search", ["ilp", "propagation", "recursive"])
-@pytest.mark.parametrize("spec", [P(("model", "data")), P(None, "model")], ids=["not in mesh order", "does not divide"])
-def test_a_constraint_that_no_plan_can_meet_is_no_hint(mesh, spec, search):
-    """XLA pads the one and orders the other; the constraints beside it are a start all the same."""
+def test_a_constraint_that_no_plan_can_meet_is_no_hint(mesh, search):
+    """XLA pads where a dim does not divide; the constraints beside it are a start all the same."""
 
     def constrained(x):
-        return jax.lax.with_sharding_constraint(jnp.sin(x), spec) + jax.lax.with_sharding_constraint(jnp.cos(x), P("data", None))
+        return jax.lax.with_sharding_constraint(jnp.sin(x), P(None, "model")) + jax.lax.with_sharding_constraint(
+            jnp.cos(x), P("data", None)
+        )
 
     x = np.linspace(0, 1, 16 * 9, dtype=F32).reshape(16, 9)
     with pytest.raises(ShardingError, match=r'(?s)with_sharding_constraint at .*ways? out:.* auto\(mesh, user_shardings="hint"\)'):
         shardplan.auto(mesh, search=search)(constrained).plan(x)
     same(shardplan.auto(mesh, search=search, user_shardings="hint")(constrained)(x), jnp.sin(x) + jnp.cos(x))
+
+
+@pytest.mark.parametrize("search", ["ilp", "propagation", "recursive"])
+@pytest.mark.parametrize("spec", [P(("model", "data")), P(("data", "model"))], ids=str)
+def test_axes_of_one_dim_are_in_the_order_that_is_asked_for(mesh, spec, search):
+    def constrained(x):
+        return jax.lax.with_sharding_constraint(jnp.sin(x), spec) * jnp.arange(16.0)[:, None], jnp.cumsum(x, 0)
+
+    x = np.linspace(0, 1, 16 * 8, dtype=F32).reshape(16, 8)
+    planned = shardplan.auto(mesh, search=search, in_shardings=spec, out_shardings=(spec, None))(constrained)
+    same(planned(x), (jnp.sin(x) * jnp.arange(16.0)[:, None], jnp.cumsum(x, 0)))
+    plan = planned.plan(x)
+    assert plan.in_shardings[0][0].spec == plan.out_shardings[0].spec == P(*spec, None)
+
+
+def test_an_exchange_over_the_last_axis_moves_no_shard_elsewhere():
+    """Experts over x: rows over (y, x) are exchanged over x alone, those over (x, y) over both axes or after a permute."""
+
+    def experts(rows, w):
+        return jnp.einsum("gecd,edf->gecf", rows, w)
+
+    rows, w = jax.ShapeDtypeStruct((64, 16, 80, 1024), F32), jax.ShapeDtypeStruct((16, 1024, 4096), F32)
+    abstract = jax.sharding.AbstractMesh((4, 2), ("x", "y"))
+    last, first = (
+        shardplan.auto(abstract, cluster="h100", in_shardings=(P(axes), P("x")))(experts).plan(rows, w)
+        for axes in (("y", "x"), ("x", "y"))
+    )
+    steps = [(step.kind, step.axes) for d in last.decisions for reshard in d.reshards for step in reshard.collectives]
+    assert steps == [("all-to-all", ("x",))]
+    assert last.seconds["total"] < 0.98 * first.seconds["total"]
 
 
 def test_slower_compute_weighs_communication_less(mesh, params):

@@ -333,6 +333,29 @@ def test_every_assignment_of_axes_to_factors_that_divide_is_a_strategy():
     assert set(fewer) == {c for c in itertools.product([None, *"acde"], repeat=3) if c.count("a") < 3}
 
 
+def test_axes_on_one_factor_stack_in_mesh_order_or_with_one_of_them_last():
+    left, right = parse("a b, b c -> a c")
+    rule, sizes = Rule(left, right, reduce={"b": "sum"}), dict.fromkeys("abc", 8)
+    found = enumerate_strategies(rule, sizes, MeshShape(("x", "y", "z"), (2, 2, 2)))
+    assert len(set(found.keys)) == len(found)
+    rows = {
+        word: {"".join(of.dims[0]) for (factors, _), of in zip(found.keys, found.operands[0], strict=True) if factors == tuple(word)}
+        for word in ("aab", "aba", "aaa", "abc")
+    }
+    assert rows == {"aab": {"xy", "yx"}, "aba": {"xz", "zx"}, "aaa": {"xyz", "yzx", "xzy"}, "abc": {"x"}}
+    one_row = enumerate_strategies(rule, sizes, MeshShape(("x", "y", "z"), (2, 1, 2)))
+    assert {of.dims[0] for of in one_row.operands[0]} == {(), ("x",), ("z",), ("x", "z"), ("z", "x")}
+
+
+def test_axes_stack_in_mesh_order_where_shards_need_something_of_each_other():
+    left, right = parse("a b -> a b")
+    rule = Rule(left, right, scan=frozenset("a"))
+    found = enumerate_strategies(rule, {"a": 8, "b": 8}, MeshShape(("x", "y"), (2, 2)))
+    assert {of.dims for of in found.operands[0] if len(of.dims[0] + of.dims[1]) > 1} == {
+        (("x", "y"), ()), (("x",), ("y",)), (("y",), ("x",)), ((), ("x", "y")), ((), ("y", "x")),
+    }  # fmt: skip
+
+
 def test_patterns_and_rules_are_one_notation():
     for example in EXAMPLES[::20]:
         eqns = equations(jax.make_jaxpr(example.fn)(*example.values()).jaxpr)

@@ -106,7 +106,7 @@ def _allowed(space: StrategySpace, i: int, wanted: list[Pin], axes: tuple[str, .
                 raise ShardingError(f"conflicting pins on {what}: {others}.\n  way out: keep one of them")
             raise ShardingError(
                 f"{who}: {pin_text(dims)} is no layout the planner can give it on mesh {space.mesh}.\n"
-                f"  {ways} axes of one dim in mesh order, each axis once{hint}"
+                f"  {ways} axes of one dim in mesh order, or one of them last, each axis once{hint}"
             )
     return mask
 

@@ -109,7 +109,7 @@ def enumerate_strategies(
     unequal = tuple((a, sizes[a]) for a in sorted(uneven) if any(splits_unevenly(sizes[a], n) for n in mesh.sizes))
     local = rule.shard_local if unequal else frozenset()
     found = _assignments(rule.operands + rule.results, rule.replicated, divisors, linear, within, mesh, unequal, local)
-    ordered = frozenset(sizes).difference(rule.exchanged, rule.shard_local) if within is None else frozenset()
+    ordered = frozenset(sizes).difference(rule.exchanged, rule.shard_local)
     keys = tuple((factors, order) for factors in found for order in _orders(factors, mesh, ordered))
     return _strategies(keys, rule.operands, rule.results, tuple(rule.reduce.items()), rule.accumulator_init, mesh, unequal)
 
