@@ -320,6 +320,36 @@ def test_loops_move_rows():
     assert megabytes(multiplied, S((4, 500, 500), F32)) == pytest.approx(4 * (3 + 3 + 3), rel=0.01)
 
 
+def test_a_row_of_a_stack_is_computed_by_the_kernel_that_writes_it():
+    def f(x, w):
+        def body(c, _):
+            grown = jnp.exp(c @ w)
+            part = grown / (1 + grown)
+            return part @ w, (grown, part)
+
+        return lax.scan(body, x, length=10)
+
+    # each round two products, the quotient from the product's result, and the rows: one from that result, one of the quotient
+    assert megabytes(f, X, X) == pytest.approx(10 * (12 + 8 + 12 + 8 + 8) + 2 * 40, rel=0.01)
+
+
+def test_the_zeros_of_stacks_are_written_once_per_shape_and_copied_in_a_body():
+    latency = H100.device.kernel_latency_s
+
+    def stacks(n, length=5):
+        return lambda x: lax.scan(lambda c, _: (c, tuple(jnp.sin(c + k) for k in range(n))), x, length=length)[1]
+
+    def rounds(n):
+        return lambda x: lax.scan(lambda c, _: (c + sum(y[0] for y in stacks(n)(c)), None), x, length=3)[0]
+
+    small = S((8, 8), F32)
+    one, three = (whole(stacks(n), small, cluster=H100) for n in (1, 3))
+    assert three - one == pytest.approx(2 * 5 * latency, rel=0.01)  # one kernel writes all zeros
+    assert whole(stacks(3, 10), small, cluster=H100) - three == pytest.approx(4 * 5 * latency, rel=0.01)
+    one, three = (whole(rounds(n), small, cluster=H100) for n in (1, 3))
+    assert three - one == pytest.approx(3 * (2 * 5 + 2) * latency, rel=0.01)
+
+
 def test_products_are_written_in_the_requested_order():
     assert megabytes(lambda x: (x @ x).T, X) == megabytes(lambda x: x @ x, X)
 

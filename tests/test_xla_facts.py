@@ -577,6 +577,48 @@ def test_a_long_reduction_is_two_kernels(length, expected):
     assert len(kernels(lambda x: x.sum(1), a(8, length))) == expected
 
 
+def stacked(x):
+    """A loop that stacks three arrays of one shape; two of them are computed elementwise from a product."""
+
+    def body(c, _):
+        product = c @ x
+        grown = jnp.exp(product)
+        part = grown / (1 + grown)
+        return part @ x, (product, grown, part)
+
+    return jax.lax.scan(body, x, length=4)
+
+
+def stacked_in_a_body(x):
+    def body(c, _):
+        c, (product, grown, part) = stacked(c)
+        return c + product[0] + grown[1] + part[2], None
+
+    return jax.lax.scan(body, x, length=3)[0]
+
+
+def compiled(fn):
+    """A step with a square array."""
+    done = compile(jax.jit(fn, in_shardings=s()), a(D, D), target="h200:8")
+    assert done.ok, done.error
+    return done.module
+
+
+@pytest.mark.parametrize(("fn", "zeros", "copies"), [(stacked, 3, 0), (stacked_in_a_body, 1, 2)])
+def test_the_zeros_of_stacks_are_copied_in_the_body_of_a_loop(fn, zeros, copies):
+    """Elsewhere one kernel writes those of all stacks of one shape."""
+    found = [i for i in compiled(fn) if i.arrays and i.arrays[0].shape == (4, D, D)]
+    assert [len(i.arrays) for i in found if i.name.startswith("loop_broadcast_fusion")] == [zeros]
+    assert sum(i.opcode == "copy" and i.operands[0].name.startswith("loop_broadcast_fusion") for i in found) == copies
+
+
+def test_a_row_of_a_stack_is_computed_by_the_kernel_that_writes_it():
+    """The exponential is written nowhere else; the quotient is, since a product reads it."""
+    names = [i.name.partition(".")[0] for i in compiled(stacked) if i.opcode == "fusion"]
+    assert names.count("loop_dynamic_update_slice_fusion") == 3
+    assert names.count("loop_divide_fusion") == 1 and not any("exponential" in name for name in names)
+
+
 def test_a_broadcast_scalar_takes_no_memory():
     done = compile(jax.jit(lambda x: jnp.tanh(x + jnp.full((D, D), x[0, 0])), in_shardings=s()), a(D, D), target="h200:8")
     assert done.memory is not None and done.memory.temp_bytes < 4 * D

@@ -95,6 +95,10 @@ def _op_seconds(op: Op, signature: Signature, mesh: MeshShape, cluster: Cluster,
     if moves.copied:
         copied = float(op.outs[0].size) * itemsize(op.outs[0].dtype) / strategies.shards[len(op.ins)]
         seconds = seconds + np.maximum(device.kernel_latency_s, 2 * copied / device.memory_rate)
+    if moves.zeros:
+        stack = float(op.outs[0].size) * itemsize(op.outs[0].dtype) / strategies.shards[len(op.ins)]
+        least = device.kernel_latency_s * moves.zeros.alone
+        seconds = seconds + np.maximum(least, moves.zeros.moves * stack / device.memory_rate) / moves.zeros.rounds
     for k, untiled in moves.transposed:
         of = float(math.prod(op.ins[k].shape)) / strategies.shards[k]
         bytes_ = of * itemsize(op.ins[k].dtype)

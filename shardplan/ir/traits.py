@@ -110,7 +110,7 @@ TRAITS: dict[str, Traits] = {
     "loop_carry": Traits(border=True, loop_carry=True, stores_operand=True, materialised=True),
     "loop_next": Traits(border=True, loop_next=True, stores_operand=True, materialised=True, leaves_region=True),
     # A stack is all zeros before its rows are written
-    "loop_stack": Traits(border=True, loop_stack=True, stores_operand=True, leaves_region=True, writes_part=(0, 2)),
+    "loop_stack": Traits(border=True, loop_stack=True, stores_operand=True, leaves_region=True, writes_part=(0, 1)),
     "branch_in": Traits(border=True, alias=True, own_copy=True, stores_operand=True),
     "branch_out": Traits(border=True, stores_operand=True, materialised=True, joins_branches=True),
     "barrier": Traits(border=True, recompute_barrier=True, alias=True, same_array=True, own_copy=True),

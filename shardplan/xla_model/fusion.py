@@ -12,7 +12,7 @@ again. Materialised are:
 Which ops are one kernel: `kernel_groups.py`.
 
 Facts: fusion-loop, fusion-matmul-prologue, fusion-matmul-epilogue, fusion-matmul-carry, fusion-broadcast-scalar, fusion-zeros-shared,
-fusion-reads-part, fusion-in-place-update, fusion-scatter-into-sum, product-parts-summed.
+fusion-reads-part, fusion-in-place-update, fusion-scatter-into-sum, fusion-stacked-rows, product-parts-summed.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from shardplan.xla_model.overlapping_parts import elements_read
 from shardplan.xla_model.physical_order import transposed_product
 from shardplan.xla_model.ragged import masked_by_op
 from shardplan.xla_model.row_kernels import RowKernels, masks, reduces_columns, reduces_rows, rows_read
+from shardplan.xla_model.stack_zeros import stack_zeros
 from shardplan.xla_model.summed_scatters import copies, summed_scatters
 from shardplan.xla_model.traffic import KernelTraffic
 
@@ -65,8 +66,8 @@ def materialised(
             continue  # partial sums are written, reduced and read again
         elif fusion == "loop" and not op.scalar_broadcast:
             readers = [c for c in reached if not seen_through(graph, rules, c)]
-            stacked = len(readers) == 1 and graph.ops[readers[0]].traits.loop_stack  # computed as the row is written
-            out[v] = not stacked and not all(absorbs(graph, rules, op, reader, v in prologue) for reader in readers)
+            stacks = {c for c in readers if graph.ops[c].traits.loop_stack and op.runs_in == graph.ops[c].loop}  # compute their rows
+            out[v] = not all(c in stacks or absorbs(graph, rules, op, c, v in prologue) for c in readers)
             reduced = (graph.ops[c] for c in readers if rules[c].fusion == "reduce")
             out[v] |= rows.behind[at] and not all(reduces_rows(op, rows.orders) for op in reduced)
             out[v] |= rarely_partial(op, fusion) and _needs_memory(graph, out, rows, v)
@@ -277,7 +278,10 @@ def kernel_traffic(graph: Graph, rules: Sequence[Rule], kernels: Kernels) -> tup
         for at in range(len(counts))
     )
     every = zip(counts, more, _partial_moves(graph, rules, kernels), strict=True)
-    return tuple(KernelTraffic(*moves, *rest, summed.get(at, 0), partial) for at, (moves, rest, partial) in enumerate(every))
+    zeros = stack_zeros(graph)
+    return tuple(
+        KernelTraffic(*moves, *rest, summed.get(at, 0), partial, zeros.get(at)) for at, (moves, rest, partial) in enumerate(every)
+    )
 
 
 def _reads(graph: Graph, rules: Sequence[Rule], written: Sequence[bool], at: int) -> Iterator[tuple[int, int, float, bool]]:

@@ -116,7 +116,7 @@ def _grouped_kernels(
         waits = (levels[i] + (written[v] and (behind or rules[i].fusion in ("reduce", "none") or sums[i])) for behind, v, i in apart)
         levels.append(max(waits, default=0))
         alone = op.traits.reads_part and not any(fuses(graph, rules, reader) for v in op.outputs for reader in graph.readers(v))
-        alone |= op.traits.matmul and rules[at].fusion == "none"
+        alone |= op.traits.loop_stack or (op.traits.matmul and rules[at].fusion == "none")
         homes.append((-1 - at if alone else groups[at], levels[at], op.phase == "update", op.runs_in))
         if (reduced := over[at]) and not rows.behind[at]:
             first.setdefault(homes[at], reduced)

@@ -18,6 +18,7 @@ from collections.abc import Collection, Mapping, Sequence
 from shardplan.ir.graph import Graph, components
 from shardplan.xla_model.overlap_windows import OverlapWindows
 from shardplan.xla_model.schedule import runs_at
+from shardplan.xla_model.stack_zeros import stacks_of_one_shape
 from shardplan.xla_model.summed_scatters import SummedScatter
 
 Interval = tuple[int, int]
@@ -136,11 +137,7 @@ def _stack_births(graph: Graph) -> dict[int, int]:
 
     Fact: liveness-stack-zeros.
     """
-    stacks: dict[tuple, list[int]] = {}
-    for at, op in enumerate(graph.ops):
-        if op.traits.loop_stack:
-            stacks.setdefault((graph.loop_holders[op.held_during][1], op.outs[0].shape, op.outs[0].dtype), []).append(at)
-    starts = ((some, min(graph.loops[graph.ops[at].held_during].start for at in some)) for some in stacks.values())
+    starts = ((some, min(graph.loops[graph.ops[at].held_during].start for at in some)) for some in stacks_of_one_shape(graph))
     return {at: first for some, first in starts for at in some}
 
 

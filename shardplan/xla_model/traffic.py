@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from shardplan.xla_model.stack_zeros import StackZeros
+
 
 @dataclass(frozen=True)
 class LibraryCall:
@@ -52,3 +54,4 @@ class KernelTraffic:
     copied: bool = False  # whether another kernel copies the result, new state, to where the old one is
     summed_by: int = 0  # of a product: fused kernels that read its result, and sum its parts
     partial_moves: int = 0  # how many times kernels move the bytes of a result that only partial sums are written of
+    zeros: StackZeros | None = None  # of a stack that a loop writes
