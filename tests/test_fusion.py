@@ -380,6 +380,22 @@ def test_large_reductions_are_two_kernels():
     assert both == pytest.approx(3 * latency, rel=0.01)  # the first they share
 
 
+@pytest.mark.parametrize(
+    ("shape", "axes", "kernels"),
+    [
+        ((8, 128, 8, 32), (1, 3), 2),
+        ((8, 128, 8, 12), (1, 3), 1),  # whoever reads the sum adds the twelve
+        ((2, 5000, 2, 32), (1, 3), 3),  # the longer dim is too long for one
+        ((64, 8, 16, 8), (1, 3), 1),  # both are short
+        ((8, 128, 1, 32), (1, 3), 1),
+        ((32, 128, 8), (0, 1), 1),
+    ],
+)
+def test_a_reduction_of_dims_that_lie_apart_is_made_in_two(shape, axes, kernels):
+    seconds = whole(lambda x: x.sum(axes), S(shape, F32), cluster=H100)
+    assert seconds == pytest.approx(kernels * H100.device.kernel_latency_s, rel=0.2)
+
+
 def test_loops_count_their_iterations_and_slice_every_row_in_a_kernel_of_its_own():
     def run(c, a, b):
         return lax.scan(lambda c, rows: (c @ rows[0] @ rows[1], None), c, (a, b))[0]

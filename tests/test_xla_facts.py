@@ -577,6 +577,15 @@ def test_a_long_reduction_is_two_kernels(length, expected):
     assert len(kernels(lambda x: x.sum(1), a(8, length))) == expected
 
 
+@pytest.mark.parametrize(
+    ("shape", "axes", "expected"),
+    [((8, 128, 8, 32), (1, 3), ["input", "input"]), ((8, 128, 8, 12), (1, 3), ["input", "loop"]), ((64, 8, 16, 8), (1, 3), ["input"])],
+)
+def test_dims_that_lie_apart_are_reduced_one_after_the_other(shape, axes, expected):
+    """The longest first, if it has more than eight elements; few elements are left to elementwise kernels."""
+    assert sorted(kernels(lambda x: x.sum(axes), a(*shape))) == [f"{kind}_reduce_fusion" for kind in expected]
+
+
 def stacked(x):
     """A loop that stacks three arrays of one shape; two of them are computed elementwise from a product."""
 

@@ -27,6 +27,8 @@ from shardplan.mesh.rates import NARROW_UPDATE, UNTILED_BYTE, attention_rate, ke
 from shardplan.strategies.enumerate import OpStrategies
 from shardplan.strategies.signature import Signature
 from shardplan.xla_model.ragged import masked_operands
+from shardplan.xla_model.row_kernels import Dim
+from shardplan.xla_model.split_reductions import split_reduction
 from shardplan.xla_model.traffic import KernelTraffic, LibraryCall, MaskedRows
 
 BLOCK_ELEMENTS, ROW_ELEMENTS = 1 << 12, 1 << 14
@@ -91,7 +93,7 @@ def _op_seconds(op: Op, signature: Signature, mesh: MeshShape, cluster: Cluster,
         bytes_ = float(op.outs[0].size) * itemsize(op.outs[0].dtype) / strategies.shards[len(op.ins)]
         seconds = seconds + sums * np.maximum(device.kernel_latency_s, moves.partial_moves * bytes_ / device.memory_rate)
     if any(moves.result_writes):
-        seconds = seconds + device.kernel_latency_s * _second_kernel(op, strategies)
+        seconds = seconds + _more_reduction_seconds(op, strategies, mesh, device, moves.apart)
     if moves.copied:
         copied = float(op.outs[0].size) * itemsize(op.outs[0].dtype) / strategies.shards[len(op.ins)]
         seconds = seconds + np.maximum(device.kernel_latency_s, 2 * copied / device.memory_rate)
@@ -166,14 +168,21 @@ def _elements(op: Op, strategies: OpStrategies, written: bool) -> np.ndarray:
     return results + np.zeros(len(strategies))
 
 
-def _second_kernel(op: Op, strategies: OpStrategies) -> np.ndarray:
-    """Bool [s]: whether XLA reduces in two kernels, because there is too much for one block of threads.
+def _more_reduction_seconds(op: Op, strategies: OpStrategies, mesh: MeshShape, device: Device, apart: Sequence[int]) -> np.ndarray:
+    """Seconds [s] of what reduces the results of a reduction's first kernel, if there is too much for one block of threads.
 
-    Several reductions may share the first kernel; the second is each one's own.
+    Several reductions may share the first kernel; the second is each one's own. `apart`: dims in memory, if those reduced lie apart.
     """
     axes = op.params.get("axes")
     if not axes or not op.traits.reduction:
         return np.zeros(len(strategies))
     (x, *_), (y, *_) = op.ins, op.outs
     most = ROW_ELEMENTS if len(x.shape) - 1 in axes else BLOCK_ELEMENTS
-    return x.size / strategies.shards[0] > most * y.size / strategies.shards[len(op.ins)]
+    seconds = device.kernel_latency_s * (x.size / strategies.shards[0] > most * y.size / strategies.shards[len(op.ins)])
+    for s, layout in enumerate(strategies.operands[0] if apart else ()):
+        shape = layout.local_shape(x.shape, mesh)
+        if (found := split_reduction([Dim(shape[d], d in axes) for d in apart])) is not None:
+            more = (found.elements - y.size / strategies.shards[len(op.ins)][s]) * itemsize(y.dtype) / device.memory_rate
+            long = found.reduced > (ROW_ELEMENTS if found.rows else BLOCK_ELEMENTS)
+            seconds[s] = device.kernel_latency_s * long + more + max(more, device.kernel_latency_s * found.alone)
+    return seconds

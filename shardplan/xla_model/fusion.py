@@ -30,10 +30,10 @@ from shardplan.strategies.rule import Fusion, Rule
 from shardplan.xla_model.expensive import cheaper_to_read
 from shardplan.xla_model.kernel_groups import Kernel, Kernels, absorbs, fuses, read_array, seen_through
 from shardplan.xla_model.overlapping_parts import elements_read
-from shardplan.xla_model.physical_order import transposed_product
+from shardplan.xla_model.physical_order import Dims, PhysicalOrders, transposed_product
 from shardplan.xla_model.ragged import masked_by_op
-from shardplan.xla_model.row_kernels import RowKernels, masks, reduces_columns, reduces_rows, rows_read
-from shardplan.xla_model.stack_zeros import stack_zeros
+from shardplan.xla_model.row_kernels import RowKernels, masks, reduced_apart, reduces_columns, reduces_rows, rows_read
+from shardplan.xla_model.stack_zeros import StackZeros, stack_zeros
 from shardplan.xla_model.summed_scatters import copies, summed_scatters
 from shardplan.xla_model.traffic import KernelTraffic
 
@@ -228,8 +228,7 @@ def kernel_traffic(graph: Graph, rules: Sequence[Rule], kernels: Kernels) -> tup
     seen: dict[tuple[Kernel, int], float] = {}  # bytes of an array that a kernel has read or made
     # Per kernel: bytes moved, elements read, elements of the largest result, bytes that are transposed without tiles.
     moved, reads, makes, untiled = (defaultdict[Kernel, float](float) for _ in range(4))
-    stands: dict[Kernel, int] = {}
-    before = defaultdict[int, float](float)  # product -> bytes that it reads of what its operand is computed from
+    stands, before = dict[Kernel, int](), defaultdict[int, float](float)  # before: product -> bytes read to compute its operand
     counts: list[tuple[tuple[float, ...], tuple[float, ...]]] = []
     scatters, wanted = summed_scatters(graph), _computed_whole(graph, kernels)
     additions = {found.addition for found in scatters.values()}
@@ -274,14 +273,19 @@ def kernel_traffic(graph: Graph, rules: Sequence[Rule], kernels: Kernels) -> tup
     computed = _elements(graph, kernels, stands, moved, reads, makes, untiled)
     again, summed = _row_bytes(graph, rules, kernels), _summed_by(graph, rules, kernels, by_product)
     more = (
-        (again.get(at, 0.0), kernel.get(at), computed.get(at, 0.0), None, masked.get(at, ()), orders.transposed.get(at, ()), False)
+        (again.get(at, 0.0), kernel.get(at), computed.get(at, 0.0), None, masked.get(at, ()), orders.transposed.get(at, ()))
         for at in range(len(counts))
     )
-    every = zip(counts, more, _partial_moves(graph, rules, kernels), strict=True)
-    zeros = stack_zeros(graph)
+    every = enumerate(zip(counts, more, _partial_moves(graph, rules, kernels), _begins(graph, orders), strict=True))
     return tuple(
-        KernelTraffic(*moves, *rest, summed.get(at, 0), partial, zeros.get(at)) for at, (moves, rest, partial) in enumerate(every)
+        KernelTraffic(*moves, *rest, False, summed.get(at, 0), partial, *begins) for at, (moves, rest, partial, begins) in every
     )
+
+
+def _begins(graph: Graph, orders: PhysicalOrders) -> Iterator[tuple[StackZeros | None, Dims]]:
+    """Per op, the zeros of a loop's stack, and the dims of a reduction that is made in two."""
+    zeros = stack_zeros(graph)
+    yield from ((zeros.get(at), reduced_apart(op, orders)) for at, op in enumerate(graph.ops))
 
 
 def _reads(graph: Graph, rules: Sequence[Rule], written: Sequence[bool], at: int) -> Iterator[tuple[int, int, float, bool]]:

@@ -25,10 +25,11 @@ import math
 from collections.abc import Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import inf
+from typing import NamedTuple
 
 from shardplan.ir.graph import Graph, Op
 from shardplan.strategies.rule import Rule
-from shardplan.xla_model.physical_order import PhysicalOrders
+from shardplan.xla_model.physical_order import Dims, PhysicalOrders
 
 ROW_ELEMENTS = 1 << 14
 """Longest row that one kernel keeps on chip (fact: fusion-rows)."""
@@ -110,6 +111,15 @@ def reduces_columns(op: Op, orders: PhysicalOrders) -> bool:
     return op.traits.reduction and orders.minor(op) not in op.params.get("axes", ())
 
 
+def reduced_apart(op: Op, orders: PhysicalOrders) -> Dims:
+    """The dims of an operand in memory, if dims that are reduced lie apart there; else ()."""
+    if not op.traits.reduction or (v := op.inputs[0]) is None:
+        return ()
+    order, over = orders.orders[v], op.params.get("axes", ())
+    places = [n for n, d in enumerate(order) if d in over]
+    return order if places and places[-1] - places[0] >= len(places) else ()
+
+
 def with_small_reductions(graph: Graph, rules: Sequence[Rule], rows: RowKernels) -> tuple[Rule, ...]:
     """The rules as kernels see them: what reduces few elements, and stays on chip with no row, is elementwise work."""
     pairs = enumerate(zip(graph.ops, rules, strict=True))
@@ -129,11 +139,23 @@ def computed_one_by_one(op: Op, orders: PhysicalOrders) -> bool:
     if not op.traits.reduction or len(op.outputs) != 1 or (v := op.inputs[0]) is None:
         return False
     shape, over = op.ins[0].shape, op.params.get("axes", ())
-    dims = [d for d in orders.orders[v] if shape[d] > 1]
-    places = [n for n, d in enumerate(dims) if d in over]
+    return few_elements([Dim(shape[d], d in over) for d in orders.orders[v]])
+
+
+class Dim(NamedTuple):
+    """A dim of an array that is reduced."""
+
+    size: int
+    reduced: bool
+
+
+def few_elements(dims: Sequence[Dim]) -> bool:
+    """Whether threads reduce an element of the result each, of an array with these dims, the outermost first."""
+    dims = [dim for dim in dims if dim.size > 1]
+    places = [n for n, dim in enumerate(dims) if dim.reduced]
     if not places or places != list(range(places[0], places[-1] + 1)):
         return False
-    reduced, behind = (math.prod(shape[d] for d in some) for some in (dims[places[0] : places[-1] + 1], dims[places[-1] + 1 :]))
+    reduced, behind = (math.prod(dim.size for dim in some) for some in (dims[places[0] : places[-1] + 1], dims[places[-1] + 1 :]))
     if behind == 1:
         return reduced < WARP and WARP % reduced > 0
     return any(reduced < most and behind < width for most, width in SMALL_COLUMNS)

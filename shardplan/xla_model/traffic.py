@@ -55,3 +55,4 @@ class KernelTraffic:
     summed_by: int = 0  # of a product: fused kernels that read its result, and sum its parts
     partial_moves: int = 0  # how many times kernels move the bytes of a result that only partial sums are written of
     zeros: StackZeros | None = None  # of a stack that a loop writes
+    apart: tuple[int, ...] = ()  # of a reduction whose reduced dims lie apart: the dims of its operand, the outermost first
