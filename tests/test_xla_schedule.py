@@ -315,6 +315,28 @@ def test_rule_8_xla_holds_the_operands_of_combined_gradients():
     assert scattered == [8] and report.memory_ratio == pytest.approx(1, abs=0.2)
 
 
+@needs_gpu_compiler
+@pytest.mark.parametrize("blocking", [False, True])
+def test_rule_6_xla_defers_gradients_of_filters_where_a_collective_blocks(blocking):
+    """All are one all-reduce. Means over the batch are sums that block; without them each gradient runs where it is made."""
+
+    def step(params, x):
+        def loss(params):
+            h = x
+            for w in params:
+                h = jax.lax.conv_general_dilated(h, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+                h = jnp.tanh(h - h.mean((0, 1, 2)) if blocking else h)
+            return (h.astype(F32) ** 2).mean()
+
+        return [w - 0.1 * g for w, g in zip(params, jax.grad(loss)(params), strict=True)]
+
+    params, batch = [S((3, 3, 64, 64), BF16)] * 6, S((256, 32, 32, 64), BF16)
+    planned = shardplan.auto(AbstractMesh((8,), ("data",)), cluster="h100", donate_argnums=0, pins={"x": P("data")})(step)
+    report = planned.check(params, batch, target="h100:8")
+    assert report.memory_ratio == pytest.approx(1, abs=0.12)
+    assert report.compiled.memory is not None and (report.compiled.memory.peak_bytes > 40e6) == blocking
+
+
 def test_copies_that_a_loop_stacks_are_made_in_every_iteration():
     def run(x):
         def body(c, _):

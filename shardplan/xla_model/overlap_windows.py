@@ -8,7 +8,7 @@ Rule 12, two in a row: of two gathers of one array, with a cast between, the fir
 Live intervals read the windows, and prices of cost networks as long as no plan is judged; then the schedule of a plan says it
 (`costs/schedule_windows.py`). The seconds of a decided program are those of `timeline.py`.
 docs/xla_model.md states the rules in full, with pictures.
-Facts: overlap-one-per-kind, overlap-as-late-as-possible, overlap-not-across-loops, overlap-both-of-two.
+Facts: overlap-one-per-kind, overlap-as-late-as-possible, overlap-not-across-loops, overlap-both-of-two, schedule-filters-deferred.
 """
 
 from __future__ import annotations
@@ -79,11 +79,12 @@ def overlap_windows(
     scatters = {key: w if key[0] in scattered else as_all(key, w, "reduce-scatter", shards) for key, w in gradients.items()}
     known = combined(early.windows)
     gradients_made = ([at for at, *_ in some] for some in known if merged(some.values()).stream[0] == "gradient")
-    deferred = {at: max(made) for made in gradients_made for at in made}
+    postponed = early.schedule.runs_after
+    deferred = {at: max(made) for made in gradients_made for at in made if not graph.ops[at].traits.convolution or at in postponed}
     return OverlapWindows(
         {**_overlapped_s(graph, early, reduced, seconds), **early.schedule.hidden_s},
         _overlapped_s(graph, late, scatters, seconds),
-        deferred | {j: max(deferred.get(j, j), after) for j, after in early.schedule.runs_after.items()},
+        deferred | {j: max(deferred.get(j, j), after) for j, after in postponed.items()},
         dict(_prefetch_start(known, early, seconds)),
     )
 

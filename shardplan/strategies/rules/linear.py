@@ -110,7 +110,7 @@ def divisibility(*sizes: int) -> tuple[int, int]:
     return n & -n, n
 
 
-@rule(traits=Traits(convolution=True, runs_on_shards=True))
+@rule(traits=Traits(convolution=True, deferrable=True, runs_on_shards=True))
 def conv_general_dilated(x, w, *, out, dimension_numbers, feature_group_count, batch_group_count, **params):
     """Windows slide over spatial dims; feature and batch groups are the major factor of their dims."""
     lhs, rhs, res = dimension_numbers
