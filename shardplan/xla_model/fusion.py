@@ -66,8 +66,8 @@ def materialised(
             continue  # partial sums are written, reduced and read again
         elif fusion == "loop" and not op.scalar_broadcast:
             readers = [c for c in reached if not seen_through(graph, rules, c)]
-            stacks = {c for c in readers if graph.ops[c].traits.loop_stack and op.runs_in == graph.ops[c].loop}  # compute their rows
-            out[v] = not all(c in stacks or absorbs(graph, rules, op, c, v in prologue) for c in readers)
+            computes = partial(_computes_row, graph, rows, at)
+            out[v] = not all(computes(c) or absorbs(graph, rules, op, c, v in prologue) for c in readers)
             reduced = (graph.ops[c] for c in readers if rules[c].fusion == "reduce")
             out[v] |= rows.behind[at] and not all(reduces_rows(op, rows.orders) for op in reduced)
             out[v] |= rarely_partial(op, fusion) and _needs_memory(graph, out, rows, v)
@@ -80,6 +80,12 @@ def materialised(
         out[graph.ops[at].outputs[0]] = out[found.zeros] = False
     once = cheaper_to_read(graph, rules, out, sums, rows, recomputed_bytes)
     return tuple(written or v in once for v, written in enumerate(out))
+
+
+def _computes_row(graph: Graph, rows: RowKernels, at: int, stack: int) -> bool:
+    """Whether the kernel that puts a row into a stack computes the row, which op `at` makes; it keeps no rows on chip for that."""
+    op, reader = graph.ops[at], graph.ops[stack]
+    return reader.traits.loop_stack and op.runs_in == reader.loop and not rows.behind[at]
 
 
 def rarely_partial(op: Op, fusion: Fusion) -> bool:
