@@ -8,7 +8,7 @@ flight while kernels run (`xla_model/overlap_windows.py`). Windows that are read
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
 
@@ -17,6 +17,7 @@ from shardplan.mesh import collective
 from shardplan.mesh.collective import UNCOMBINED, CollectiveKey, CombinedCollectives
 from shardplan.mesh.reshard import Resharder
 from shardplan.xla_model.combining import COMBINABLE, COMBINE_THRESHOLD_BYTES, SUMS
+from shardplan.xla_model.compiler_options import DEFAULT
 from shardplan.xla_model.liveness import Interval, live_intervals
 from shardplan.xla_model.overlap_windows import OverlapWindows, Transfer, overlap_windows
 
@@ -103,7 +104,10 @@ def resharders(space: StrategySpace, resharder: Resharder, combined: CombinedGro
 
 
 def plan_windows(space: StrategySpace, combined: CombinedGroups | None) -> OverlapWindows:
-    """Overlap windows of the collectives of a plan that combines these arrays; None: all arrays of a group move in the same way."""
+    """Overlap windows of the collectives of a plan that combines these arrays; None: all arrays of a group move in the same way.
+
+    Nothing is deferred where XLA hides no latency unasked.
+    """
     mesh, sites = space.mesh, space.collective_sites
     blocking_groups = {site.group for site in sites if site.collective_class == "blocking"}
     overlapping: dict[int, list[tuple[CollectiveKey, float]]] = {}  # op that makes an array -> its collectives, bytes of their results
@@ -130,7 +134,8 @@ def plan_windows(space: StrategySpace, combined: CombinedGroups | None) -> Overl
     scattered = {at for at, results in overlapping.items() if any(kind == "reduce-scatter" for (kind, _), _ in results)}
     transfers, blocks = ({at: transfer(results) for at, results in of.items()} for of in (overlapping, blocking))
     shards = 1 if combined is None else mesh.n_devices
-    return overlap_windows(space.graph, sites, work, transfers, seconds, shards, scattered, blocks)
+    found = overlap_windows(space.graph, sites, work, transfers, seconds, shards, scattered, blocks)
+    return found if DEFAULT.hides_on(space.cluster.device.name) else replace(found, deferred_until={})
 
 
 def _min_seconds(space: StrategySpace, arrived: Mapping[int, float]) -> list[float]:
