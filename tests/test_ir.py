@@ -8,6 +8,7 @@ import pytest
 from shardplan.emit.emit import emit
 from shardplan.ir.graph import Graph
 from shardplan.ir.parse import parse
+from shardplan.ir.repeated_layers import ROUNDS, repeated_layers
 from shardplan.xla_model.copies import with_copies
 
 
@@ -173,3 +174,37 @@ def test_each_value_is_followed_once_however_many_paths_lead_to_it():
     reached = list(graph.reached(graph.ops[graph.args[0]].outputs[0], lambda at: True))
     assert set(reached) == {at for at, op in enumerate(graph.ops) if not op.traits.step_input}
     assert len(reached) == sum(len(op.inputs) for op in graph.ops)
+
+
+def classes(fun, *args) -> dict[str, list[int]]:
+    """Primitive -> the classes of its ops, in the order of the program."""
+    graph = parse(jax.make_jaxpr(fun)(*args))
+    number: dict[str, int] = {}
+    found: dict[str, list[int]] = {}
+    signature = [number.setdefault(op.primitive, len(number)) for op in graph.ops]
+    for op, at in zip(graph.ops, repeated_layers(graph, signature), strict=True):
+        found.setdefault(op.primitive, []).append(at)
+    return found
+
+
+def test_what_makes_one_side_of_a_product_is_no_layer_of_what_makes_the_other():
+    """Else a weight's gather ties that of the rows that meet it: queries would be gathered with their keys, and sliced again."""
+    layers = 2 * ROUNDS + 1  # the last of them do not see the inputs
+
+    def product(x, y):
+        for _ in range(layers):
+            x, y = (jnp.sin(z) for z in (x, y))
+        return x @ y
+
+    left, right = classes(product, jnp.ones((8, 8)), jnp.ones((8, 8)))["sin"][-2:]
+    assert left != right
+
+
+def test_equal_layers_of_a_stack_are_of_one_class():
+    def stack(x, weights):
+        for w in weights:
+            x = jnp.sin(x @ w)
+        return x
+
+    found = classes(stack, jnp.ones((8, 8)), [jnp.ones((8, 8))] * (2 * ROUNDS + 3))
+    assert all(len(set(found[primitive][ROUNDS:-ROUNDS])) == 1 for primitive in ("dot_general", "sin"))

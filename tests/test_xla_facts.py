@@ -262,12 +262,33 @@ def test_a_weight_is_cast_before_it_is_gathered():
         (lambda w, k: jnp.tanh(w.astype(BF16)), jnp.float8_e4m3fn, "bf16"),
     ],
 )
-def test_a_widened_array_is_gathered_before_it_is_widened(widened, dtype, sent):
+def test_a_widened_array_is_sent_before_it_is_widened(widened, dtype, sent):
     def fn(x, w, k):
         return x @ constrain(constrain(widened(w, k), s("data", None)), s(None, None))
 
     found = emitted(fn, a(B, D, dtype=BF16), a(D, D, dtype=dtype), a(dtype=BF16), ins=(s("data"), s("data"), s()))
     assert found == [f"all-gather over data: {sent}[1024,1024]"]
+
+
+@pytest.mark.parametrize(
+    ("made", "before", "after", "sent"),
+    [
+        (lambda w: w.astype(F32), ("data", None), (None, "data"), "all-to-all over data: bf16[256,4,256]"),
+        (lambda w: 2 * w.astype(F32), ("data", None), (None, "data"), "all-to-all over data: bf16[256,4,256]"),
+        (lambda w: jnp.sin(w.astype(F32)), ("data", None), (None, "data"), "all-to-all over data: f32[256,4,256]"),
+        (
+            lambda w: w.astype(F32),
+            (("data", "model"), None),
+            (("model", "data"), None),
+            "collective-permute over data,model: bf16[128,1024]",
+        ),
+    ],
+)
+def test_so_is_what_changes_its_place(made, before, after, sent):
+    def fn(w):
+        return jnp.tanh(constrain(constrain(made(w), s(*before)), s(*after)))
+
+    assert emitted(fn, a(D, D, dtype=BF16), ins=(s(*before),), outs=s(*after)) == [sent]
 
 
 def cast_twice(i, y, w):
@@ -295,6 +316,33 @@ def test_an_array_is_sent_narrower_if_its_readers_cast_it(readers, layouts, sent
 
     found = emitted(fn, a(B, dtype=jnp.int32), a(B, D, dtype=BF16), a(2 * D, D), ins=(s(), s(None, layouts[-1][1]), s("data")))
     assert [x for x in found if not x.startswith("all-reduce")] == sent
+
+
+@pytest.mark.parametrize(
+    ("readers", "dtype"),
+    [
+        (lambda w, y: y @ w.astype(BF16).T, "bf16"),
+        (lambda w, y: jnp.tanh(w.reshape(2, D, D)[None].astype(BF16)), "bf16"),
+        (lambda w, y: (jnp.tanh(w.astype(BF16)), jnp.sin(w.astype(BF16))), "f32"),  # equal casts are one, which is read twice
+        (lambda w, y: (jnp.tanh(w.astype(BF16)), y @ w.T.astype(BF16)), "f32"),
+        (lambda w, y: jax.grad(lambda y: jnp.sum(jnp.tanh(y @ w.astype(BF16).T)))(y), "f32"),
+        (lambda w, y: (y @ w.T.astype(BF16), jnp.tanh(w)), "f32"),
+    ],
+)
+def test_an_array_is_gathered_narrower_if_one_cast_alone_reads_it_and_is_read_once(readers, dtype):
+    def fn(w, y):
+        return readers(constrain(w, s()), y)
+
+    found = emitted(fn, a(2 * D, D), a(B, D, dtype=BF16), ins=(s("data"), s()))
+    assert [x for x in found if not x.startswith("all-reduce")] == [f"all-gather over data: {dtype}[2048,1024]"]
+
+
+def test_and_permuted_so():
+    def fn(w):
+        return jnp.tanh(constrain(w, s(("model", "data"))).astype(BF16))
+
+    found = emitted(fn, a(D, D), ins=(s(("data", "model")),), outs=s(("model", "data")))
+    assert found == ["collective-permute over data,model: bf16[128,1024]"]
 
 
 def gradient(w, x):

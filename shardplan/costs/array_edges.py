@@ -12,10 +12,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardplan.ir.graph import Graph, Op
+from shardplan.ir.graph import Graph
 from shardplan.mesh.layout import Layout, MeshShape
 from shardplan.strategies.enumerate import OpStrategies
 from shardplan.strategies.rule import Rule
+from shardplan.xla_model.cast_first import widened_fraction, widening
 from shardplan.xla_model.copies import SMALL_BYTES
 from shardplan.xla_model.fusion import written_by_products
 from shardplan.xla_model.physical_layout import ArrayOrder, CoupledState, array_order, coupled_state
@@ -88,7 +89,7 @@ class EdgeFacts:
         reads: reads per step.
         is_follower: the consumer takes the layout that the array has; partial sums may be completed on the way.
         gathered_before: it is gathered where it is made, or where it was narrower, and not behind: of a large copy for big ops the
-            bytes count there, and of an array cast to a wider dtype XLA sends the narrower one (fact: gather-widened).
+            bytes count there, and of an array cast to a wider dtype XLA sends the narrower one (fact: sent-before-widened).
         coupled_state: what the optimizer computes with together with the array, if this may be a partial sum.
         order: what fixes the order of its dims in memory; None where nothing does.
         in_fusion: it is read inside a fusion.
@@ -234,7 +235,7 @@ def array_facts(
                 value.itemsize,
                 op.reads,
                 _is_follower(graph, rules, i, j),
-                (maker.traits.copy and not maker.is_follower and value.bytes > SMALL_BYTES) or _is_widened(graph, v),
+                (maker.traits.copy and not maker.is_follower and value.bytes > SMALL_BYTES) or widened_fraction(graph, v) < 1,
                 state[v],
                 order if order != ArrayOrder() else None,
                 in_fusion,
@@ -297,7 +298,7 @@ def _is_follower(graph: Graph, rules: Sequence[Rule], i: int, j: int) -> bool:
     where a cast to fewer bits meets one to more, as of a quantized weight: a reshard there sends the fewest bytes.
     """
     maker, reader = graph.ops[i], graph.ops[j]
-    if _casts(graph, maker) < 0 < _casts(graph, reader):
+    if widening(graph, maker) < 0 < widening(graph, reader):
         return False
     fused = rules[i].fusion in ("loop", "view") and not maker.traits.border and not maker.traits.gather
     if reader.traits.copy:
@@ -306,22 +307,3 @@ def _is_follower(graph: Graph, rules: Sequence[Rule], i: int, j: int) -> bool:
         return False
     only_reader = maker.traits.step_input and len(graph.values[maker.outputs[0]].consumers) == 1
     return fused or only_reader or maker.traits.copy
-
-
-def _is_widened(graph: Graph, v: int) -> bool:
-    """Whether a value is a cast to a wider dtype, or that times or over one number."""
-    op = graph.ops[graph.maker(v)]
-    if op.traits.scaling:
-        makers = [graph.ops[graph.maker(u)] for u in op.inputs if u is not None]
-        arrays = [maker for maker in makers if not (maker.traits.broadcast and maker.ins[0].size == 1)]
-        if len(arrays) != 1:
-            return False
-        op = arrays[0]
-    return _casts(graph, op) > 0
-
-
-def _casts(graph: Graph, op: Op) -> float:
-    """Bytes per element that a cast adds, below 0 for one to fewer bits; 0 for another op."""
-    if not (op.traits.forwards_value and len(op.inputs) == len(op.outputs) == 1) or op.inputs[0] is None:
-        return 0.0
-    return graph.values[op.outputs[0]].itemsize - graph.values[op.inputs[0]].itemsize

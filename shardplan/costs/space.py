@@ -25,7 +25,7 @@ from shardplan.strategies.enumerate import AxisFactors, OpStrategies
 from shardplan.strategies.rule import Rule
 from shardplan.strategies.signature import Signatures
 from shardplan.xla_model.accumulation import accumulated_operands, accumulated_sums, mark_accumulation
-from shardplan.xla_model.cast_first import CAST_FIRST, cast_first_operands
+from shardplan.xla_model.cast_first import Factors, cast_first_operands, widened_fraction
 from shardplan.xla_model.combining import CollectiveSite, byte_factors, collective_sites, summed_values
 from shardplan.xla_model.convolutions import HeldCopy, with_convolutions
 from shardplan.xla_model.copies import with_copies
@@ -45,7 +45,7 @@ SMALL_SUM_BYTES = 1 << 16
 class MovedArray(NamedTuple):
     """What the price of an array's reshards depends on beyond its shape."""
 
-    byte_factors: tuple[tuple[str, float], ...]
+    byte_factors: Factors
     site: CollectiveSite
 
 
@@ -119,12 +119,15 @@ class StepFacts:
         """Per value, what the price of its reshards depends on beyond its shape; one object for equal ones."""
         known: dict[MovedArray, MovedArray] = {}
         values = enumerate(zip(self.graph.values, self.collective_sites, strict=True))
-        found = (MovedArray(byte_factors(x.dtype, self.partial_bytes_ratio(v)), site) for v, (x, site) in values)
+        found = (
+            MovedArray(byte_factors(x.dtype, self.partial_bytes_ratio(v), widened_fraction(self.graph, v)), site)
+            for v, (x, site) in values
+        )
         return tuple(known.setdefault(x, x) for x in found)
 
     @cached_property
-    def cast_first(self) -> dict[tuple[int, int], float]:
-        """(op, operand) that an all-to-all may bring narrower -> bytes that it sends over those of the array."""
+    def cast_first(self) -> dict[tuple[int, int], Factors]:
+        """(op, operand) that a collective may bring narrower than its array -> what it then sends."""
         return cast_first_operands(self.graph, self.rules)
 
     def resharder(self, resharders: Sequence[Resharder], j: int, k: int, v: int) -> Resharder:
@@ -134,8 +137,9 @@ class StepFacts:
         """
         if (j, k) not in self.cast_first:
             return resharders[v]
-        factors = (x for x in self.moved[v].byte_factors if x[0] != CAST_FIRST)
-        return resharders[v].sending((*factors, (CAST_FIRST, self.cast_first[j, k])))
+        factors = dict(self.moved[v].byte_factors)
+        factors |= {kind: min(fraction, factors.get(kind, fraction)) for kind, fraction in self.cast_first[j, k]}
+        return resharders[v].sending(tuple(factors.items()))
 
     def partial_bytes_ratio(self, v: int) -> float:
         """Bytes of a value's partial sums over its own: they are added in the dtype in which they are made."""

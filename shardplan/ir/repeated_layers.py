@@ -40,7 +40,7 @@ def repeated_layers(graph: Graph, signature: Sequence[int]) -> tuple[int, ...]:
     for _ in range(ROUNDS):
         numbers = {}
         colour = [
-            numbers.setdefault((c, *(tuple(colour[j] for j in side) for side in near)), len(numbers))
+            numbers.setdefault((c, *(tuple((colour[j], k) for j, k in side) for side in near)), len(numbers))
             for c, near in zip(colour, neighbours, strict=True)
         ]
     first: dict[int, int] = {}
@@ -75,11 +75,14 @@ def _updated_leaves(graph: Graph, pattern: dict[int, str]) -> dict[int, tuple[st
     return {i: tuple(sorted(labels.get(component[i], ()))) for i in updates}
 
 
-def _neighbours(graph: Graph) -> list[tuple[list[int], ...]]:
-    """(producers, readers) per op, over arrays; none for inputs and outputs, whose paths identify them, and across scalars."""
+def _neighbours(graph: Graph) -> list[tuple[list[tuple[int, int]], ...]]:
+    """([(producer, result)], [(reader, operand)]) per op, over arrays; none for inputs and outputs, whose paths identify them.
 
-    def near(op: Op) -> tuple[list[int], list[int]]:
-        producers = [graph.values[v].producer[0] for v in op.inputs if v is not None and graph.values[v].shape]
-        return producers, [at for w in op.outputs if graph.values[w].shape for at, _ in graph.values[w].consumers]
+    The two sides of a product are no layers: what makes one is not tied to what makes the other.
+    """
+
+    def near(op: Op) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+        producers = [graph.values[v].producer for v in op.inputs if v is not None and graph.values[v].shape]
+        return producers, [reader for w in op.outputs if graph.values[w].shape for reader in graph.values[w].consumers]
 
     return [() if op.traits.endpoint else near(op) for op in graph.ops]

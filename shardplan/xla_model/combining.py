@@ -18,6 +18,7 @@ from typing import Literal
 
 from shardplan.ir.graph import Graph, Op, Phase
 from shardplan.xla_model.accumulation import accumulated_operands, accumulated_sums
+from shardplan.xla_model.cast_first import MOVES, Factors
 
 COMBINABLE = ("all-gather", "all-reduce", "reduce-scatter")
 """Kinds of collectives that XLA combines where they do not depend on each other, in the order in which it combines them."""
@@ -148,14 +149,16 @@ def combined(windows: Mapping[Key, Window]) -> list[dict[Key, Window]]:
     return out
 
 
-def byte_factors(dtype, summed_fraction: float = 1.0) -> tuple[tuple[str, float], ...]:
+def byte_factors(dtype, summed_fraction: float = 1.0, widened_fraction: float = 1.0) -> Factors:
     """(kind, factor) of the collectives that send `factor` times the bytes of an array; kinds that are not listed send its bytes.
 
     Args:
         dtype: of the array. No device adds 16- or 4-bit integers: they are sent as integers twice as wide.
         summed_fraction: bytes of a partial sum over those of the array: not 1 where XLA reduces before a cast.
+        widened_fraction: bytes of what is moved over those of the array: not 1 where XLA casts behind (fact: sent-before-widened).
     """
     factors = dict.fromkeys(SUMS, summed_fraction) if summed_fraction != 1 else {}
+    factors |= dict.fromkeys(MOVES, widened_fraction) if widened_fraction != 1 else {}
     small_integers = {"int16": SUMS, "uint16": SUMS, "int4": (*SUMS, "all-to-all"), "uint4": (*SUMS, "all-to-all")}
     for kind in small_integers.get(str(dtype), ()):
         factors[kind] = 2.0 * factors.get(kind, 1.0)
