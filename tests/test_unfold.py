@@ -138,11 +138,16 @@ def test_products_make_and_read_heads(name):
     assert not flat_products(unfolded(program, TWO))
 
 
+def patches(x):
+    return lax.conv(jnp.broadcast_to(x[:, :, :1, None], (7, 3, HEADS, DEPTH)), jnp.ones((2, 3, 1, 1)), (1, 1), "SAME")
+
+
 UNCHANGED = {
     "heads that divide": (lambda w, x: heads(x @ w), W, MeshShape(("x",), (7,))),
     "heads that would be filled up by more than is allowed": (lambda w, x: heads(x @ w), W, MeshShape(("x",), (16,))),
     "rows": (lambda w, x: (x.reshape(-1, WIDTH) @ w).reshape(7, 3, FLAT), W, TWO),
     "the elements of a head": (lambda w, x: (x @ w).reshape(*x.shape[:2], DEPTH, HEADS), W, TWO),
+    "rows and columns of patches": (lambda w, x: patches(x).reshape(7, 2, FLAT) @ w.T, W, TWO),
     "what no weight has": (lambda w, x: jnp.repeat(x @ w, 2, -1)[..., :FLAT].cumsum(-1).reshape(7, 3, HEADS, DEPTH), W, TWO),
 }
 

@@ -8,7 +8,9 @@ it is planned a step is rewritten: the dims that ops share with the reshaped one
 as they are, and are reshaped there: a weight is sharded along another dim, and moved once it is unfolded.
 
 A dim is unfolded if a product reads it of an input of the step (a weight, cast or cut as may be) or makes it of an output (a gradient),
-a reshape takes it apart or joins it, and a mesh axis shards a part before the last one unevenly. Other steps stay as they were traced.
+a reshape takes it apart or joins it, and a mesh axis shards a part before the last one unevenly, which is no dim of a convolution:
+patches of an image are no heads, and XLA finds no tiles for a product that contracts their rows and columns. Other steps stay as they
+were traced.
 """
 
 from __future__ import annotations
@@ -45,8 +47,13 @@ def unfolded(program, mesh: MeshShape):
     return _Writer(dims, ()).program(program) if dims.units else program
 
 
-def _units(eqn, mesh: MeshShape) -> list[tuple[int, int, list[int]]]:
-    """Of a reshape: (0 for the operand, 1 for the result, dim, elements of each part but the first) of dims that are to be unfolded."""
+def _units(eqn, mesh: MeshShape) -> list[tuple[int, int, list[int], list[int]]]:
+    """Of a reshape: the dims that are to be unfolded.
+
+    Returns:
+        (0 for one of the operand or 1 of the result, the dim, elements of each part but the first, dims of the other tensor that are
+        parts which an axis shards unevenly).
+    """
     if eqn.primitive.name != "reshape" or eqn.params["dimensions"] is not None or 0 in eqn.outvars[0].aval.shape:
         return []
     *tensors, sizes, replicated = reshape_factors(tuple(eqn.invars[0].aval.shape), tuple(eqn.outvars[0].aval.shape))
@@ -54,9 +61,10 @@ def _units(eqn, mesh: MeshShape) -> list[tuple[int, int, list[int]]]:
     for tensor, dims in enumerate(tensors):
         for d, dim in enumerate(dims):
             parts = [sizes[a] for a in dim]
-            uneven = any(splits_unevenly(n, k) for n in parts[:-1] for k in mesh.sizes)
+            uneven = {a for a in dim[:-1] if any(splits_unevenly(sizes[a], k) for k in mesh.sizes)}
             if uneven and replicated.isdisjoint(dim):
-                found.append((tensor, d, [prod(parts[i:]) for i in range(1, len(parts))]))
+                apart = [e for e, other in enumerate(tensors[1 - tensor]) if not uneven.isdisjoint(other)]
+                found.append((tensor, d, [prod(parts[i:]) for i in range(1, len(parts))], apart))
     return found
 
 
@@ -68,8 +76,9 @@ class _Dims:
         parent: of a dim, towards the one that stands for its class.
         sizes, links: of a class, the sizes of its dims, and those of equal pieces that dims are cut into or joined from.
         units: of a class that is unfolded, the elements of each part but the first, of the largest dim.
-        seeds: what reshapes ask for, in program order.
+        seeds: what reshapes ask for, in program order: a dim, the elements of each part but the first, and the dims that are its parts.
         weighed: dims that products read of inputs of the step, or make of outputs.
+        convolved: dims that convolutions have.
         kept: dims that stay as they are.
     """
 
@@ -78,8 +87,9 @@ class _Dims:
     sizes: dict[Dim, set[int]] = field(default_factory=dict)
     links: dict[Dim, set[int]] = field(default_factory=dict)
     units: dict[Dim, set[int]] = field(default_factory=dict)
-    seeds: list[tuple[Dim, list[int]]] = field(default_factory=list)
+    seeds: list[tuple[Dim, list[int], list[Dim]]] = field(default_factory=list)
     weighed: list[Dim] = field(default_factory=list)
+    convolved: list[Dim] = field(default_factory=list)
     kept: list[Dim] = field(default_factory=list)
 
     def root(self, dim: Dim) -> Dim:
@@ -111,9 +121,14 @@ class _Dims:
             name, first = eqn.primitive.name, next((v for v in eqn.invars if not isinstance(v, _jax.Literal)), None)
             if first in of_inputs and _hands_on(eqn):
                 of_inputs.update(eqn.outvars)
-            self.seeds += [((scope, (*eqn.invars[:1], *eqn.outvars)[t], d), units) for t, d, units in _units(eqn, self.mesh)]
+            ends, traits = (*eqn.invars[:1], *eqn.outvars), traits_of(name)
+            for t, d, units, apart in _units(eqn, self.mesh):
+                self.seeds.append(((scope, ends[t], d), units, [(scope, ends[1 - t], e) for e in apart]))
             self._read_op(eqn, scope)
-            read = [v for v in eqn.invars if not isinstance(v, _jax.Literal) and v in of_inputs] if traits_of(name).matmul else []
+            arrays = [v for v in eqn.invars if not isinstance(v, _jax.Literal)]
+            if traits.convolution:
+                self.convolved += [(scope, v, d) for v in (*arrays, *eqn.outvars) for d in range(_rank(v))]
+            read = [v for v in arrays if v in of_inputs] if traits.matmul else []
             self.weighed += [(scope, v, d) for v in read for d in range(_rank(v))]
         return of_inputs
 
@@ -169,11 +184,13 @@ class _Dims:
         """Unfolds the classes that weights are in, as far as what reshapes ask for nests; `ends` are inputs and outputs of the step."""
         of_ends = {self.root(((), v, d)) for v in ends for d in range(_rank(v))}
         allowed = (of_ends & {self.root(dim) for dim in self.weighed}) - {self.root(dim) for dim in self.kept}
-        for dim, units in self.seeds:
+        convolved = {self.root(dim) for dim in self.convolved}
+        for dim, units, apart in self.seeds:
             root = self.root(dim)
             known = self.units.get(root, set())
             every = sorted(known | {*units} | self.links.get(root, set()) | self.sizes.get(root, set()))
-            if root in allowed and all(b % a == 0 for a, b in pairwise(every)):
+            nests = all(b % a == 0 for a, b in pairwise(every))
+            if root in allowed and nests and convolved.isdisjoint(map(self.root, apart)):
                 self.units[root] = known | {*units}
 
     def parts(self, scope: Scope, v) -> Parts:
