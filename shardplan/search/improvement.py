@@ -38,7 +38,7 @@ IN_VAIN = 30_000
 WHOLE, SMALL, JUDGED = 4.0, 0.4, 0.6
 """Parts of the ops that a change counts: for states of the whole network, for those of a part of it, and for judging them."""
 
-MOST_LOSS = 0.03
+MOST_LOSS = 0.2
 """A change is not judged if the network prices it as slower by more than this fraction of the step."""
 
 STARTS = 3
