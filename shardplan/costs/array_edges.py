@@ -34,6 +34,7 @@ class LayoutList:
         partial_axes: set of the mesh axes over which it is partial.
         dim_axes: [layout, dim], set of the mesh axes that shard the dim.
         dim_shards: [layout, dim], number of its shards.
+        in_mesh_order: bool [layout], whether the axes of every dim are in mesh order.
     """
 
     layouts: tuple[Layout, ...]
@@ -43,6 +44,7 @@ class LayoutList:
     partial_axes: np.ndarray
     dim_axes: np.ndarray
     dim_shards: np.ndarray
+    in_mesh_order: np.ndarray
 
     def equal(self, others: LayoutList) -> np.ndarray:
         """Bool [layout, other]."""
@@ -71,7 +73,9 @@ class LayoutLists:
             partial, dims = self._sets(x.partial_axes for x in number), self._sets(axes for x in number for axes in x.dims)
             per_dim = np.array([self.mesh.size(*axes) for x in number for axes in x.dims], np.int64)
             dims, per_dim = dims.reshape(len(number), -1), per_dim.reshape(len(number), -1)
-            found = LayoutList(tuple(number), index, ids, shards, partial, dims, per_dim)
+            place = self.mesh.axes.index
+            ordered = np.array([all([*axes] == sorted(axes, key=place) for axes in x.dims) for x in number])
+            found = LayoutList(tuple(number), index, ids, shards, partial, dims, per_dim, ordered)
             self.lists[id(layouts)] = found
         return found
 

@@ -217,9 +217,9 @@ def _forbidden(
     if follows:
         yield (partial == 0) & ~equal
     if template.accumulated_ratio:
-        # XLA reduce-scatters a sum that a loop accumulated if one dim is sharded over all its axes, and no cast is in between.
+        # XLA reduce-scatters a sum that a loop accumulated if its axes, in mesh order, shard one dim, and no cast is between.
         one_dim = [(targets.sharding_axes([d]) & partial) == partial for d in range(len(template.shape))]
-        yield scattered & ~((template.accumulated_ratio == 1) & np.any(one_dim, axis=0))
+        yield scattered & ~((template.accumulated_ratio == 1) & targets.in_mesh_order & np.any(one_dim, axis=0))
     if template.accumulates:
         # What is all-reduced in the loop is a partial sum in the compiled program, and all-reduced after the loop: so it is planned.
         sums = np.array([all(kind == "sum" for _, kind in x.partial) for x in sources.layouts])
