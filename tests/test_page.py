@@ -257,7 +257,7 @@ def test_in_the_live_widget_they_stay_text_too(driver, evil_plan, tmp_path):
         host.act(f"root.querySelector('button.{button}').click()")
     assert host.widget.current == 0 and host.widget.plan == evil_plan
     host.act("const s = root.querySelector('select[aria-label=\"compare with\"]'); s.value = 1; s.dispatchEvent(new Event('change'))")
-    assert EVIL[-9:] in act(driver, "return root.querySelector('textarea.copied').value")
+    assert EVIL[-11:] in act(driver, "return root.querySelector('textarea.copied').value")
     host.act("root.querySelectorAll('[role=tab]').forEach(x => x.click())")
     host.widget._on_message(None, {"do": "show", "n": EVIL}, None)  # a wrong message comes back in words
     assert EVIL[:20] in host.widget.message

@@ -276,12 +276,10 @@ class CostNetwork:
 
     def translate(self, other: CostNetwork, states: Sequence[int]) -> tuple[int, ...]:
         """The states in which every op does what it does under `states` of another network of the same graph."""
-        numbers: dict[int, dict] = {}
         out = []
         for narrow, wide, s in zip(other.space.strategies, self.space.strategies, states, strict=True):
-            number = numbers.setdefault(id(wide), {x: n for n, x in enumerate(wide.keys)})
             block, s = divmod(s, len(narrow))
-            out.append(block * len(wide) + number[narrow.keys[s]])
+            out.append(block * len(wide) + wide.numbers[narrow.keys[s]])
         return tuple(out)
 
     def allows(self, states: Sequence[int]) -> bool:

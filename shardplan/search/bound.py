@@ -134,22 +134,11 @@ class _Ascent:
         """
         network, states = judged.network, judged.states
         retained, chosen = network.retained(states), network.strategies(states)
-        of, blocks, numbers = self.task.space.strategies, self.tables.blocks, self.numbers
+        of, blocks = self.task.space.strategies, self.tables.blocks
         if network.space is not self.task.space:
             own = network.space.strategies
-            chosen = [numbers(wide)[narrow.keys[s]] for wide, narrow, s in zip(of, own, chosen, strict=True)]
+            chosen = [wide.numbers[narrow.keys[s]] for wide, narrow, s in zip(of, own, chosen, strict=True)]
         return tuple(s + (blocks.count(j) - 1) * len(of[j]) * (j in retained) for j, s in enumerate(chosen))
-
-    @cached_property
-    def numbers(self):
-        known: dict[int, dict] = {}
-
-        def of(wide) -> dict:
-            if id(wide) not in known:
-                known[id(wide)] = {x: n for n, x in enumerate(wide.keys)}
-            return known[id(wide)]
-
-        return of
 
     def candidate(self, solution: Solution) -> Candidate:
         """States of a network without memory limit as those of a network under the limit."""

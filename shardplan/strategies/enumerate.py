@@ -71,6 +71,11 @@ class OpStrategies:
         """[s] -> its key."""
         return tuple(zip(self.factors, self.orders, strict=True))
 
+    @cached_property
+    def numbers(self) -> Mapping[Key, int]:
+        """Key -> s."""
+        return {key: s for s, key in enumerate(self.keys)}
+
     def __len__(self) -> int:
         return len(self.factors)
 
