@@ -7,7 +7,7 @@ A cost network's prices find candidates. Each candidate is repriced at what it c
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf
 
@@ -59,6 +59,7 @@ class Judged:
         limit: bytes per device, or None.
         xla: the compiler options that it is compiled with.
         tasks: of its program, where they are known.
+        timelines: by compiler options, those found so far.
     """
 
     network: CostNetwork
@@ -67,6 +68,7 @@ class Judged:
     limit: float | None
     xla: XlaOptions = DEFAULT
     tasks: Tasks | None = None
+    timelines: dict[XlaOptions, Timeline] = field(default_factory=dict)
 
     @property
     def program(self) -> DecidedProgram:
@@ -143,7 +145,8 @@ def compiled(task: PlanningTask, judged: Judged, options: Iterable[XlaOptions]) 
     best = judged
     for some in options:
         program = program.with_options(some)
-        line = program.step_timeline(task.interference)
+        if (line := judged.timelines.get(some)) is None:
+            line = judged.timelines[some] = program.step_timeline(task.interference)
         answer = replace(judged.solution, objective=float(np.rint(line.total_s * PS)), bound=0.0)
         found = replace(judged, solution=answer, timeline=line, xla=some, tasks=program.tasks)
         if best.timeline.total_s == inf or (found.excess_bytes, line.total_s) < (best.excess_bytes, (1 - GAIN) * best.timeline.total_s):
