@@ -1,8 +1,9 @@
 """Improvement of the best plan under the objective: a change at a time, the ops around it adapted, judged, and kept if faster.
 
-    inputs      all inputs as another good plan has them; all else is solved again
+    whole       all inputs as another good plan has them; all else is solved again
     reshards    an array is read as it is made, or made as it is read: first those that cost most in the plan's own schedule
     arrays      inputs of one role in another layout: first those that other good plans give it, larger arrays first
+    results     an array that ops of one role make in another layout, larger arrays first: small steps come so far
 
 Prices are those of the plan's own schedule (`costs/schedule_windows.py`); tied repeated layers change together. A faster plan starts
 the changes anew. Their number is limited by their ops together, so small steps are searched thoroughly, and by those since the last
@@ -132,6 +133,7 @@ class _Improvement:
         small = zip_longest(self.reshards(best, network), self.relinks(best, others))
         yield from (change for change in chain.from_iterable(small) if change)
         yield from self.arrays(best)
+        yield from self.results(best, network)
 
     def whole(self, own: dict[int, Layout], others: list[dict[int, Layout]]) -> Iterator[Change]:
         distinct = {tuple(x.items()): x for x in others if x != own}
@@ -192,6 +194,22 @@ class _Improvement:
             for layout in dict.fromkeys(x for x in of[some[0]].results[0] if not x.partial and x != own[some[0]]):
                 if masks := self.masks(dict.fromkeys(some, layout)):
                     yield Change(("role", *(layout for _ in some)), masks)
+
+    def results(self, best: Judged, network: CostNetwork) -> Iterator[Change]:
+        """Every array that ops of one role make in every layout."""
+        graph, of, chosen = self.task.space.graph, self.task.space.strategies, network.strategies(best.states)
+        roles: dict[tuple[int, int], list[int]] = {}
+        for v in graph.values:
+            j, r = v.producer
+            if j not in graph.args:
+                roles.setdefault((self.task.space.layers[j], r), []).append(j)
+        bytes_of = {role: sum(graph.values[graph.ops[j].outputs[role[1]]].bytes for j in some) for role, some in roles.items()}
+        for (role, r), some in sorted(roles.items(), key=lambda x: -bytes_of[x[0]]):
+            now = {of[j].results[r][chosen[j]] for j in some}
+            for layout in dict.fromkeys(x for x in of[some[0]].results[r] if {x} != now):
+                masks = {j: np.array([x == layout for x in of[j].results[r]]) for j in some}
+                if all(mask.any() for mask in masks.values()):
+                    yield Change(("result", role, r, layout), masks)
 
 
 def input_layouts(judged: Judged) -> dict[int, Layout]:
