@@ -14,7 +14,7 @@ import shardplan
 from shardplan.costs.build import build_network, restricted
 from shardplan.ilp.solver import solve
 from shardplan.mesh.reshard import Resharder
-from shardplan.search.classical import classical_inputs, with_classical_inputs
+from shardplan.search.classical import classical_inputs, with_inputs
 from shardplan.search.objective import NEAR_TIE
 from shardplan.view.instrument import Instrument
 
@@ -171,7 +171,7 @@ def test_the_classical_layout_of_least_cost_is_found_at_once(plan, limit):
     """One network with a node more costs what the cheapest of the networks of each layout does."""
     space = plan.context.planned.space
     network = build_network(space, Resharder(plan.mesh, space.cluster), limit)
-    found, alone = solve(with_classical_inputs(network)), []
+    found, alone = solve(with_inputs(network, [of for _, of in classical_inputs(network.space)])), []
     for _, layouts in classical_inputs(space):
         costs = list(network.problem.costs)
         for a, dims in layouts.items():

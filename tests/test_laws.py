@@ -1,5 +1,6 @@
 """Laws that hold of every program: bounds below every plan, one objective, and what a schedule of two streams may do."""
 
+import functools
 import itertools
 from dataclasses import replace
 from functools import cache
@@ -20,11 +21,14 @@ from shardplan.costs.pins import untie_pinned_state
 from shardplan.costs.pricing import Pricing
 from shardplan.costs.states import PS
 from shardplan.costs.task import Candidate, PlanningTask, Stopwatch
+from shardplan.ilp import integer_program
 from shardplan.ilp.integer_program import IntegerProgram
-from shardplan.ilp.solver.deadline import Deadline
+from shardplan.ilp.solver.deadline import UNLIMITED, Deadline
 from shardplan.ilp.solver.problem import Solution
 from shardplan.mesh.reshard import Resharder
+from shardplan.search import improvement
 from shardplan.search.bound import _Ascent
+from shardplan.search.classical import classical_inputs, with_inputs
 from shardplan.search.objective import NEAR_TIE, Judged, judge
 from shardplan.searches import SEARCHES
 from shardplan.xla_model.compiler_options import thresholds
@@ -247,6 +251,44 @@ def test_the_best_plan_of_the_integer_program_is_never_slower_than_that_of_anoth
     for search, plan in plans.items():  # that of "ilp" may be one to which the bound led
         assert search == "ilp" or best.timeline.total_s <= (1 + ROUNDED) * plan.seconds["total"]
         assert plans["ilp"].seconds["total"] <= (1 + NEAR_TIE) * plan.seconds["total"]
+
+
+def test_small_steps_are_improved_by_what_an_op_makes_in_another_layout(monkeypatch):
+    """With most inputs pinned, no change of an input is left to try."""
+
+    def momentum(state, x):
+        def loss(w):
+            return jnp.mean((jax.nn.gelu(x @ w["up"]) @ w["down"] - x) ** 2)
+
+        value, grads = jax.value_and_grad(loss)(state["w"])
+        m = jax.tree.map(lambda m, g: 0.9 * m - 0.1 * g, state["m"], grads)
+        return {"w": jax.tree.map(jnp.add, state["w"], m), "m": m}, value
+
+    weights = {"up": jax.ShapeDtypeStruct((2048, 4096), jnp.float32), "down": jax.ShapeDtypeStruct((4096, 2048), jnp.float32)}
+    pins = {"x": jax.P("data"), "state/m/*": jax.P("data"), "state/w/up": jax.P("data")}
+    auto = functools.partial(shardplan.auto, jax.sharding.AbstractMesh((8,), ("data",)), donate_argnums=0, cluster="a100", pins=pins)
+    inputs = {"w": weights, "m": weights}, jax.ShapeDtypeStruct((4096, 2048), jnp.float32)
+    improved = auto()(momentum).plan(*inputs).seconds["total"]
+    monkeypatch.setattr(improvement._Improvement, "results", lambda *_: iter(()))
+    assert improved < 0.97 * auto()(momentum).plan(*inputs).seconds["total"]
+
+
+def test_every_classical_layout_of_one_kind_is_tried(monkeypatch):
+    """Also where prices rank it behind others."""
+    tried = []
+
+    def spied(network, choices):
+        tried.append(choices)
+        return with_inputs(network, choices)
+
+    monkeypatch.setattr(integer_program, "with_inputs", spied)
+    free = plan_of("unrolled", "even", compiler_options=None)
+    search = IntegerProgram(task := task_of(free))
+    found = search.candidates(None, UNLIMITED)
+    tried.clear()
+    search._classical(found, UNLIMITED)
+    kinds = list(classical_inputs(task.space))
+    assert tried == [[of for _, of in kinds], *([of] for kind, of in kinds if kind.pure)] and len(tried) > 3
 
 
 @pytest.mark.parametrize("search", SEARCHES)

@@ -42,10 +42,10 @@ def momentum(state, x):
 
 def test_what_xla_adds_is_priced_and_planned_around():
     """Prices of a GPU, XLA for CPUs: it reduces in full where the plan scatters to sharded momentum, which a later plan pays for."""
-    pins = {"x": jax.P("data"), "state/m/*": jax.P("data"), "state/w/up": jax.P("data")}
-    make = functools.partial(shardplan.auto, MESH, donate_argnums=0, cluster="a100", pins=pins)
-    weights = {"up": sds((2048, 4096), jnp.float32), "down": sds((4096, 2048), jnp.float32)}
-    inputs = {"w": weights, "m": weights}, sds((4096, 2048), jnp.float32)
+    pins = {"x": jax.P("data"), "state/m/*": jax.P("data")}
+    make = functools.partial(shardplan.auto, MESH, donate_argnums=0, cluster="a100", pins=pins, search="propagation")
+    weights = {"up": sds((4096, 2048), jnp.float32), "down": sds((2048, 4096), jnp.float32)}
+    inputs = {"w": weights, "m": weights}, sds((4096, 4096), jnp.float32)
     plan = make(verify=True)(momentum).plan(*inputs)
     found = plan.verified
     assert found is not None and 2 <= len(found.rounds) <= 3

@@ -9,8 +9,9 @@
     5 schedules         networks at what the best plans combine and at the overlap windows of their schedules
                         (`costs/schedule_windows.py`), as long as that finds better plans
     6 improvement       changes of the best plans, one at a time (`search/improvement.py`)
-    7 classical         the cheapest classical layout of the inputs (`search/classical.py`); if it is the best, 4 and 5 from it. Last,
-                        as it may lead the steps before it astray
+    7 classical         the cheapest classical layout of the inputs (`search/classical.py`), and each of one kind of parallelism over
+                        all axes at the prices of the best plan's own schedule; if one is the best, 4 and 5 from it. Last, as it may
+                        lead the steps before it astray
 
 The objective judges every plan on the way (`search/objective.py`). Once the best plan is near enough to the bound, no step follows.
 """
@@ -35,8 +36,8 @@ from shardplan.ilp.solver.problem import Solution
 from shardplan.propagation.axis_by_axis import axis_by_axis
 from shardplan.propagation.search import Propagation, warm_start
 from shardplan.search.bound import lower_bound
-from shardplan.search.classical import with_classical_inputs
-from shardplan.search.improvement import improve
+from shardplan.search.classical import classical_inputs, with_inputs
+from shardplan.search.improvement import improve, own_network
 from shardplan.search.min_memory import min_peak_memory
 from shardplan.search.objective import NEAR_TIE, Candidates, Judged
 from shardplan.search.overlap_price import cheapest_price
@@ -215,9 +216,12 @@ class IntegerProgram(Search):
         """Step 7."""
         if self.task.merged:
             return
-        before, network = found.best, self.task.network(Pricing(self.task.interference), found.limit)
-        if (problem := with_classical_inputs(network)) is not None:
-            solution = solve(problem, time_limit=time_left(deadline), work_limit=CLASSICAL_WORK)
+        before, layouts = found.best, list(classical_inputs(self.task.space))
+        assert before is not None
+        priced, own = self.task.network(Pricing(self.task.interference), found.limit), own_network(self.task, before, found.limit)
+        cheapest = (priced, [of for _, of in layouts])
+        for network, choices in (cheapest, *((own, [of]) for classical, of in layouts if classical.pure)) if layouts else ():
+            solution = solve(with_inputs(network, choices), time_limit=time_left(deadline), work_limit=CLASSICAL_WORK)
             if solution.found:
                 solution = replace(solution, status="feasible", states=solution.states[:-1], bound=0.0)
                 found.add_if_it_computes_less(Candidate(network, solution))

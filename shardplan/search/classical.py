@@ -12,7 +12,7 @@ parameter decides that parameter:
 which is Megatron's pairs for networks and heads, expert parallelism and vocabulary parallelism; a table that is read at places is
 sharded along its rows. What is added or multiplied elementwise follows.
 
-A search asks which of them is cheapest with all else adapted (`with_classical_inputs`): one more node of the network, whose states are
+A search asks which of some of them is cheapest with all else adapted (`with_inputs`): one more node of the network, whose states are
 the layouts.
 """
 
@@ -92,17 +92,20 @@ def classical_inputs(space: StrategySpace) -> Iterator[tuple[ClassicalLayout, di
             yield classical, layouts
 
 
-def with_classical_inputs(network: CostNetwork) -> Problem | None:
-    """The problem of a network in which all inputs are laid out as one of the classical layouts says.
+def with_inputs(network: CostNetwork, choices: Sequence[Mapping[int, tuple[Axes, ...]]]) -> Problem:
+    """The problem of a network in which all inputs are laid out as one of the choices says.
+
+    Args:
+        network: of a training step.
+        choices: per choice, input -> mesh axes that shard each of its dims; other inputs are free.
 
     Returns:
-        The problem with one more node at the end, whose states are the layouts, each as an edge to every input; None if there are none.
+        The problem with one more node at the end, whose states are the choices, each as an edge to every input.
     """
     space, problem, node = network.space, network.problem, len(network.problem.costs)
-    choices = [layouts for _, layouts in classical_inputs(space)]
     tables: dict[tuple, np.ndarray] = {}  # repeated layers share them
     edges = []
-    for a in space.graph.args if choices else ():
+    for a in space.graph.args:
         made, dims = space.strategies[a].results[0], tuple(layouts.get(a) for layouts in choices)
         key = (id(made), network.blocks.count(a), dims)
         if key not in tables:
@@ -111,7 +114,7 @@ def with_classical_inputs(network: CostNetwork) -> Problem | None:
         edges.append(Edge(a, node, tables[key]))
     ties = (*problem.ties, node) if problem.ties else ()
     costs = (*problem.costs, np.zeros(len(choices)))
-    return replace(problem, costs=costs, edges=(*problem.edges, *edges), ties=ties) if choices else None
+    return replace(problem, costs=costs, edges=(*problem.edges, *edges), ties=ties)
 
 
 class TensorParallel:
