@@ -316,6 +316,13 @@ def test_rule_8_xla_holds_the_operands_of_combined_gradients():
 
 
 @needs_gpu_compiler
+def test_rule_8_without_collectives_each_gradient_runs_where_it_is_made():
+    params, batch = [S((512, 512), F32)] * 8, S((1 << 16, 512), BF16)
+    planned = shardplan.auto(AbstractMesh((1,), ("data",)), cluster="h100", donate_argnums=0)(relu_step)
+    assert planned.check(params, batch, target="h100:1").memory_ratio == pytest.approx(1, abs=0.05)
+
+
+@needs_gpu_compiler
 @pytest.mark.parametrize(
     ("gpu", "dtype", "blocking", "deferred"), [("h100", BF16, False, False), ("h100", BF16, True, True), ("a100", F32, True, False)]
 )

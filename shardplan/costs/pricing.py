@@ -106,7 +106,7 @@ def resharders(space: StrategySpace, resharder: Resharder, combined: CombinedGro
 def plan_windows(space: StrategySpace, combined: CombinedGroups | None) -> OverlapWindows:
     """Overlap windows of the collectives of a plan that combines these arrays; None: all arrays of a group move in the same way.
 
-    Nothing is deferred where XLA hides no latency unasked.
+    Nothing is deferred where XLA hides no latency unasked, or has none to hide (fact: schedule-nothing-to-hide).
     """
     mesh, sites = space.mesh, space.collective_sites
     blocking_groups = {site.group for site in sites if site.collective_class == "blocking"}
@@ -135,7 +135,8 @@ def plan_windows(space: StrategySpace, combined: CombinedGroups | None) -> Overl
     transfers, blocks = ({at: transfer(results) for at, results in of.items()} for of in (overlapping, blocking))
     shards = 1 if combined is None else mesh.n_devices
     found = overlap_windows(space.graph, sites, work, transfers, seconds, shards, scattered, blocks)
-    return found if DEFAULT.hides_on(space.cluster.device.name) else replace(found, deferred_until={})
+    hides = mesh.n_devices > 1 and DEFAULT.hides_on(space.cluster.device.name)
+    return found if hides else replace(found, deferred_until={})
 
 
 def _min_seconds(space: StrategySpace, arrived: Mapping[int, float]) -> list[float]:
