@@ -316,6 +316,16 @@ def test_rule_8_xla_holds_the_operands_of_combined_gradients():
 
 
 @needs_gpu_compiler
+@pytest.mark.parametrize("scattered", [False, True])
+def test_rule_8_xla_makes_gradients_first_where_activations_are_larger(scattered):
+    """The step of the test above with twice the rows: the activations of one layer exceed the parts of a gradient's product."""
+    params, batch = [S((512, 512), F32)] * 8, S((1 << 17, 512), BF16)
+    pins = {"params/**": P("data") if scattered else P(), "x": P("data")}
+    planned = shardplan.auto(AbstractMesh((8,), ("data",)), cluster="h100", donate_argnums=0, pins=pins)(relu_step)
+    assert planned.check(params, batch, target="h100:8").memory_ratio == pytest.approx(1, abs=0.12)
+
+
+@needs_gpu_compiler
 def test_rule_8_without_collectives_each_gradient_runs_where_it_is_made():
     params, batch = [S((512, 512), F32)] * 8, S((1 << 16, 512), BF16)
     planned = shardplan.auto(AbstractMesh((1,), ("data",)), cluster="h100", donate_argnums=0)(relu_step)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
 
+from shardplan.costs.gradient_products import made_at_once
 from shardplan.costs.space import StrategySpace
 from shardplan.mesh import collective
 from shardplan.mesh.collective import UNCOMBINED, CollectiveKey, CombinedCollectives
@@ -134,7 +135,8 @@ def plan_windows(space: StrategySpace, combined: CombinedGroups | None) -> Overl
     scattered = {at for at, results in overlapping.items() if any(kind == "reduce-scatter" for (kind, _), _ in results)}
     transfers, blocks = ({at: transfer(results) for at, results in of.items()} for of in (overlapping, blocking))
     shards = 1 if combined is None else mesh.n_devices
-    found = overlap_windows(space.graph, sites, work, transfers, seconds, shards, scattered, blocks)
+    at_once = made_at_once(space, None if combined is None else overlapping)
+    found = overlap_windows(space.graph, sites, work, transfers, seconds, shards, scattered, blocks, at_once)
     hides = mesh.n_devices > 1 and DEFAULT.hides_on(space.cluster.device.name)
     return found if hides else replace(found, deferred_until={})
 

@@ -51,6 +51,7 @@ def overlap_windows(
     shards: int = 1,
     scattered: Collection[int] = (),
     blocking: Mapping[int, Transfer] | None = None,
+    at_once: Collection[int] = (),
 ) -> OverlapWindows:
     """The overlap window of every reshard.
 
@@ -63,6 +64,7 @@ def overlap_windows(
         shards: number of shards of gradients that are scattered but not in `transfers`; 1 as if they arrived in full.
         scattered: those of `transfers` that are reduce-scattered.
         blocking: transfers of blocking collectives outside of loops.
+        at_once: products of gradients that run where their operands are made, unless rule 6 or 7 defers them.
     """
     transfers = transfers or {}
     blocks = blocking_collectives(graph, sites, {at: seconds(*transfer) for at, transfer in (blocking or {}).items()})
@@ -78,9 +80,10 @@ def overlap_windows(
     gradients = {key: w for key, w in late.windows.items() if w.stream[0] == "gradient"}
     scatters = {key: w if key[0] in scattered else as_all(key, w, "reduce-scatter", shards) for key, w in gradients.items()}
     known = combined(early.windows)
-    gradients_made = ([at for at, *_ in some] for some in known if merged(some.values()).stream[0] == "gradient")
+    gradients_made = [[at for at, *_ in some] for some in known if merged(some.values()).stream[0] == "gradient"]
     postponed = early.schedule.runs_after
-    deferred = {at: max(made) for made in gradients_made for at in made if not graph.ops[at].traits.convolution or at in postponed}
+    waits = {at for made in gradients_made for at in made if not (graph.ops[at].traits.convolution or at in at_once)}
+    deferred = {at: max(made) for made in gradients_made for at in made if at in waits or at in postponed}
     return OverlapWindows(
         {**_overlapped_s(graph, early, reduced, seconds), **early.schedule.hidden_s},
         _overlapped_s(graph, late, scatters, seconds),

@@ -9,7 +9,7 @@ Rule 4, program order: forward and backward ops run in the order of the program,
 Rule 5, gradients in a loop: products that only make gradients run last in a loop.
 Rule 6, gradients outside of loops: they are deferred to the end of the backward pass.
 Rule 7, blocking collectives: deferred work runs while one is in flight.
-Rule 8, products in memory: a backward product runs where its result is needed, a gradient's where its collective starts.
+Rule 8, products in memory: a backward product runs where its result is needed, a gradient's where its collective starts, or at once.
 
 docs/xla_model.md states the rules in full, with pictures. Also known as list scheduling with asynchronous collectives.
 Facts: schedule-from-end, schedule-blocking-first, schedule-loop-gradients.

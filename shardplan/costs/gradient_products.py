@@ -1,0 +1,77 @@
+"""Which products of gradients run where their operands are made, and which at the end of the backward pass, for memory.
+
+    dy |-- dx = dy w |          each gradient  g = x dy  may run anywhere between dy and its collective
+       |-- g         |
+
+XLA's memory scheduler takes of two products that read the same array first the one that writes fewer bytes: g, where activations are
+larger than weights. Else dx comes first, and so do all after it, and the gradients last. It counts the parts of a product that it splits.
+
+Fact: schedule-smaller-first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from shardplan._jax import itemsize
+from shardplan.costs.space import StrategySpace
+from shardplan.costs.split_products import contracted_splits
+from shardplan.mesh.collective import CollectiveKey
+
+
+def made_at_once(space: StrategySpace, reduced: Mapping[int, Sequence[tuple[CollectiveKey, float]]] | None) -> frozenset[int]:
+    """Products of gradients that run where their operands are made.
+
+    `reduced`: by op that makes an array, its collectives, and the bytes of their results per device; None: sums over all devices.
+    """
+    graph, mesh, found = space.graph, space.mesh, []
+    for j, op in enumerate(graph.ops):
+        if not _of_weights(space, j):
+            continue
+        if reduced is None:
+            devices, size = mesh.n_devices, float(graph.values[op.outputs[0]].bytes)
+        elif j in reduced:
+            (kind, axes), size = reduced[j][0]
+            devices = mesh.size(*axes)
+            size *= devices if kind == "reduce-scatter" else 1
+        else:
+            continue
+        others = [graph.values[graph.ops[i].outputs[0]].bytes / devices for i in _beside(space, j)]
+        if others and size * _parts(space, j, size, devices) < max(others):
+            found.append(j)
+    return frozenset(found)
+
+
+def _of_weights(space: StrategySpace, j: int) -> bool:
+    """Whether op j is a product of the backward pass that makes a gradient of weights."""
+    op = space.graph.ops[j]
+    sites = (space.collective_sites[v] for v in op.outputs)
+    return op.phase == "backward" and op.traits.deferrable and all(site.collective_class == "gradient" for site in sites)
+
+
+def _beside(space: StrategySpace, j: int) -> Iterator[int]:
+    """Other products that read the gradient that product j reads, and make no gradients of weights."""
+    graph = space.graph
+    for v in graph.ops[j].inputs:
+        if v is not None and graph.ops[graph.values[graph.original(v)].producer[0]].phase == "backward":
+            readers = [at for at, _ in graph.values[graph.original(v)].consumers]
+            copies = (w for at in readers if graph.ops[at].traits.copy for w in graph.ops[at].outputs)
+            readers += [at for w in copies for at, _ in graph.values[w].consumers]
+            yield from (at for at in readers if graph.ops[at].traits.matmul and not _of_weights(space, at))
+
+
+def _parts(space: StrategySpace, j: int, size: float, devices: int) -> float:
+    """By how much more product j writes than its result, of `size` bytes per device, where XLA splits it: parts in float32."""
+    op, sms = space.graph.ops[j], space.cluster.device.sms
+    if op.primitive != "dot_general" or not sms:
+        return 1.0
+    contracted, batch = op.params["dimension_numbers"]
+    left, right = op.ins[:2]
+    b, k, rows = 1, 1, 1
+    for d, n in enumerate(left.shape):
+        b, k, rows = (b * n, k, rows) if d in batch[0] else (b, k * n, rows) if d in contracted[0] else (b, k, rows * n)
+    columns = right.size // max(1, b * k)
+    width = itemsize(op.outs[0].dtype)
+    rows = max(1, round(rows * size / max(1.0, b * rows * columns * width)))
+    parts, _ = contracted_splits(b, rows, columns, max(1, k // devices), itemsize(left.dtype), sms)
+    return parts * 4 / width if parts > 1 else 1.0
