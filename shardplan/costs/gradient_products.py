@@ -4,7 +4,7 @@
        |-- g         |
 
 XLA's memory scheduler takes of two products that read the same array first the one that writes fewer bytes: g, where activations are
-larger than weights. Else dx comes first, and so do all after it, and the gradients last. It counts the parts of a product that it splits.
+larger than weights. Else dx comes first, and so do all after it, and the gradients last. The parts of a product that is split count.
 
 Fact: schedule-smaller-first.
 """
@@ -36,7 +36,7 @@ def made_at_once(space: StrategySpace, reduced: Mapping[int, Sequence[tuple[Coll
             size *= devices if kind == "reduce-scatter" else 1
         else:
             continue
-        others = [graph.values[graph.ops[i].outputs[0]].bytes / devices for i in _beside(space, j)]
+        others = [graph.values[graph.ops[i].outputs[0]].bytes / devices for i in _handing_on(space, j)]
         if others and size * _parts(space, j, size, devices) < max(others):
             found.append(j)
     return frozenset(found)
@@ -49,8 +49,8 @@ def _of_weights(space: StrategySpace, j: int) -> bool:
     return op.phase == "backward" and op.traits.deferrable and all(site.collective_class == "gradient" for site in sites)
 
 
-def _beside(space: StrategySpace, j: int) -> Iterator[int]:
-    """Other products that read the gradient that product j reads, and make no gradients of weights."""
+def _handing_on(space: StrategySpace, j: int) -> Iterator[int]:
+    """The products that hand on the gradient that product j reads."""
     graph = space.graph
     for v in graph.ops[j].inputs:
         if v is not None and graph.ops[graph.values[graph.original(v)].producer[0]].phase == "backward":
