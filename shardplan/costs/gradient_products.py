@@ -46,7 +46,7 @@ def _of_weights(space: StrategySpace, j: int) -> bool:
     """Whether op j is a product of the backward pass that makes a gradient of weights."""
     op = space.graph.ops[j]
     sites = (space.collective_sites[v] for v in op.outputs)
-    return op.phase == "backward" and op.traits.deferrable and all(site.collective_class == "gradient" for site in sites)
+    return op.phase == "backward" and op.traits.matmul and all(site.collective_class == "gradient" for site in sites)
 
 
 def _handing_on(space: StrategySpace, j: int) -> Iterator[int]:
@@ -63,7 +63,7 @@ def _handing_on(space: StrategySpace, j: int) -> Iterator[int]:
 def _parts(space: StrategySpace, j: int, size: float, devices: int) -> float:
     """By how much more product j writes than its result, of `size` bytes per device, where XLA splits it: parts in float32."""
     op, sms = space.graph.ops[j], space.cluster.device.sms
-    if op.primitive != "dot_general" or not sms:
+    if not sms:
         return 1.0
     contracted, batch = op.params["dimension_numbers"]
     left, right = op.ins[:2]
