@@ -20,13 +20,13 @@ from shardplan.mesh.collective import CollectiveKey
 
 
 def made_at_once(space: StrategySpace, reduced: Mapping[int, Sequence[tuple[CollectiveKey, float]]] | None) -> frozenset[int]:
-    """Products of gradients that run where their operands are made.
+    """Products of gradients that run where their operands are made; in loops rule 5 holds.
 
     `reduced`: by op that makes an array, its collectives, and the bytes of their results per device; None: sums over all devices.
     """
     graph, mesh, found = space.graph, space.mesh, []
     for j, op in enumerate(graph.ops):
-        if not _of_weights(space, j):
+        if op.loop >= 0 or not _of_weights(space, j):
             continue
         if reduced is None:
             devices, size = mesh.n_devices, float(graph.values[op.outputs[0]].bytes)
