@@ -41,7 +41,7 @@ def momentum(state, x):
 
 
 def test_what_xla_adds_is_priced_and_planned_around():
-    """Prices of a GPU, XLA for CPUs: it reduces in full where the plan scatters to sharded momentum, which a later plan pays for."""
+    """Prices of a GPU, XLA for CPUs: of new weights from sharded momentum it gathers more than the plan, and a later plan less."""
     pins = {"x": jax.P("data"), "state/m/*": jax.P("data")}
     make = functools.partial(shardplan.auto, MESH, donate_argnums=0, cluster="a100", pins=pins, search="propagation")
     weights = {"up": sds((4096, 2048), jnp.float32), "down": sds((2048, 4096), jnp.float32)}
@@ -57,7 +57,7 @@ def test_what_xla_adds_is_priced_and_planned_around():
     assert last.seconds.step_s == min(r.seconds.step_s for r in found.rounds)
     assert plan.decisions == last.plan.decisions and plan.context.planned is last.plan.context.planned
     text = str(found)
-    assert text.startswith("round 1  planned ") and "µs more than planned: all-reduce over data" in text and ", chosen" in text
+    assert text.startswith("round 1  planned ") and "µs more than planned: all-gather over data" in text and ", chosen" in text
 
 
 def test_the_same_twice():
