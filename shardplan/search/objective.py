@@ -44,7 +44,7 @@ THRESHOLD_GAIN = 0.15
 """... that take at most this fraction more than the best one: thresholds gain up to so much."""
 
 NEAR_TIE = 0.005
-"""Among plans of at most this fraction more seconds than the fastest, the simplest is taken."""
+"""Among plans of at most this fraction more seconds than the fastest, the simplest is taken; of equals, the least seconds x memory^this."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -237,9 +237,12 @@ class Candidates:
         self.others = (self.best.xla,)
 
     def simplest(self, most_s: float | None = None) -> Judged | None:
-        """The simplest of the plans that fit, and take at most `NEAR_TIE` more than the best and `most_s`; None if none fits."""
+        """The simplest of the plans that fit, and take at most `NEAR_TIE` more than the best and `most_s`; None if none fits.
+
+        Of equally simple ones, a tenth less memory is worth a twentieth of a percent of the seconds.
+        """
         if self.best is None or self.best.excess_bytes:
             return None
         most = max(self.best.timeline.total_s, min((1 + NEAR_TIE) * self.best.timeline.total_s, inf if most_s is None else most_s))
         near = [x for x in self.judged.values() if not x.excess_bytes and x.timeline.total_s <= most]
-        return min(near, key=lambda x: (x.complexity, x.timeline.total_s))
+        return min(near, key=lambda x: (x.complexity, x.timeline.total_s * max(1.0, x.peak_bytes) ** NEAR_TIE))
