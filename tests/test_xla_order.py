@@ -105,7 +105,7 @@ def steps(checkpoint: bool):
 
     params = [{"up": S((2048, 8192), F32), "down": S((8192, 2048), F32)}] * 3
     pins = {"**/up": P(None, "data"), "**/down": P("data")} if not checkpoint else {"state/**": P("data")}
-    args = (params, params), S((4096, 2048), BF16)
+    args = (params, params), S((16384 if checkpoint else 4096, 2048), BF16)
     made = shardplan.auto(AbstractMesh((8,), ("data",)), donate_argnums=0, cluster="h200", compiler_options=None, pins=pins)(step)
     plan = made.plan(*args)
     function, args = plan.context.program(plan)
