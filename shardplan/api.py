@@ -31,6 +31,7 @@ from shardplan.plan import Plan
 from shardplan.plan.arguments import same_paths
 from shardplan.plan.data import JobPart, Leaf
 from shardplan.plan.padded import Padded, fill, with_own_shapes
+from shardplan.plan.stand_ins import on_stand_ins, stood_back, stood_in
 from shardplan.signature import Call
 from shardplan.trace import BEING_PLANNED
 
@@ -170,7 +171,7 @@ class Auto(Generic[P, R]):
             if under is None:  # eager arrays under a transformation: its rule is the plain function's
                 return self._fun(*args, **kwargs)
             step, operands = self._step(args, kwargs)
-            return step.traceable(*step.held(operands))
+            return stood_back(step.traceable(*step.held(operands)))
         refused = None
         if self._last is not None and not kwargs:
             try:
@@ -184,6 +185,8 @@ class Auto(Generic[P, R]):
             raise refused
         result = step(*operands, expects_move=self._unplanned_state, foreign=True)
         self._unplanned_state = False
+        if step.stands_in:
+            return stood_back(result)
         if not kwargs and not any(self._static):
             self._last = step
         return result
@@ -245,9 +248,12 @@ class Auto(Generic[P, R]):
                 "key); a state that is there already goes to the step as it is, or jax.device_put(state, plan.in_shardings[0][0])"
             )
 
+        standing_in = on_stand_ins(create)
+        args, kwargs = stood_in((args, kwargs))
+
         def created(args, kwargs):
             with _jax.within(_jax.auto_twin(mesh)):
-                return create(*args, **kwargs)
+                return standing_in(*args, **kwargs)
 
         leaves, tree = jax.tree.flatten(jax.eval_shape(created, *jax.tree.map(_jax.abstract, (args, kwargs))))
         known = self._known_leaves(tree, leaves)
@@ -261,7 +267,7 @@ class Auto(Generic[P, R]):
 
         arrays = jax.jit(_jax.on_auto_axes(filled, mesh, tuple(shardings)), out_shardings=tuple(shardings))(args, kwargs)
         made = (x if x.shape == own.shape else Padded(x, own.shape) for x, own in zip(arrays, leaves, strict=True))
-        return jax.tree.unflatten(tree, made)
+        return stood_back(jax.tree.unflatten(tree, made))
 
     def _known_leaves(self, tree, leaves) -> list[Leaf] | None:
         """The leaves of the first argument of this structure, or else of these paths, in the newest plan that has one."""

@@ -26,6 +26,7 @@ from shardplan.plan import Plan
 from shardplan.plan.arguments import path_text, tree_paths
 from shardplan.plan.padded import Padded, array_of, is_padded, padded_from, padded_key
 from shardplan.plan.program import differences_of_plans
+from shardplan.plan.stand_ins import stood_back, stood_in
 from shardplan.units import format_array, format_bytes
 
 LOG = logging.getLogger("shardplan")
@@ -61,7 +62,7 @@ def save(manager: Any, step: int, state: Any, plan: Plan, notes: Mapping[str, An
         **options: of `manager.save`, such as `force=True`.
     """
     args = _orbax().args
-    state = jax.tree.map(lambda x: {padded_key(x.shape): x.array} if is_padded(x) else x, state, is_leaf=is_padded)
+    state = jax.tree.map(lambda x: {padded_key(x.shape): x.array} if is_padded(x) else x, stood_in(state), is_leaf=is_padded)
     items = {"state": args.PyTreeSave(state), "plan": args.JsonSave(json.loads(plan.dumps()))}
     items |= {} if notes is None else {"notes": args.JsonSave(dict(notes))}
     return manager.save(step, args=args.Composite(**items), **options)
@@ -120,7 +121,8 @@ def restore(manager: Any, plan: Plan, *, step: int | None = None, argument: int 
     found = (_own(path_text(keys), x) for keys, x in jax.tree_util.tree_leaves_with_path(read))
     plain = {path: array_of(x) for path, x in found}
     arrays = {path: Padded(x, wanted[path].shape) if is_padded(wanted.get(path)) else x for path, x in plain.items()} | fresh
-    return Restored(step, jax.tree.unflatten(tree, [arrays[path] for path in wanted]), saved, _notes(folder / "notes" / "metadata"))
+    state = stood_back(jax.tree.unflatten(tree, [arrays[path] for path in wanted]))
+    return Restored(step, state, saved, _notes(folder / "notes" / "metadata"))
 
 
 def _own(path: str, x: Any) -> tuple[str, Any]:

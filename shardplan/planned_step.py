@@ -20,6 +20,7 @@ from shardplan.plan.arguments import arguments_like, buffer
 from shardplan.plan.data import Leaf
 from shardplan.plan.padded import held, is_held, is_padded
 from shardplan.plan.planned import Planned
+from shardplan.plan.stand_ins import holds_stand_ins
 from shardplan.plan.what_if import WhatIf
 from shardplan.units import format_memory
 
@@ -155,6 +156,11 @@ class PlannedStep:
             "  ways out: state from step.init after step.plan; for a second function of one state (another batch shape, an "
             "evaluation), auto(mesh, state_like=plan)"
         )
+
+    @cached_property
+    def stands_in(self) -> bool:
+        """Whether its operands or results have stand-ins."""
+        return any(map(holds_stand_ins, (self.plan.context.in_tree, self.plan.context.out_tree)))
 
     def argument_leaves(self, tree, same: Callable[[Any, Any], bool]) -> list[list[Leaf]]:
         """Planned leaves of every argument whose structure is the same."""

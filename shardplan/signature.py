@@ -17,6 +17,7 @@ from shardplan.costs.pins import PinDims, pin_dims
 from shardplan.errors import ShardingError
 from shardplan.plan.arguments import arguments, path_text
 from shardplan.plan.padded import with_own_shapes
+from shardplan.plan.stand_ins import stood_in
 
 NO_NUMBERS = "OSUMm"
 """Kinds of numpy's dtypes that JAX has no arrays of: objects, bytes, text, dates, times."""
@@ -32,10 +33,11 @@ class Call:
 
     @classmethod
     def of(cls, args: tuple, kwargs: Mapping[str, Any], numbers: frozenset[int], names: frozenset[str]) -> Call:
-        """A call of a function with these static arguments."""
+        """A call of a function with these static arguments; what takes nothing but arrays is stood in for."""
         n = len(args)
         static = frozenset(k % n for k in numbers if -n <= k < n) | (names & kwargs.keys())
-        return cls(args, dict(sorted(kwargs.items())), static)
+        args = tuple(x if k in static else stood_in(x) for k, x in enumerate(args))
+        return cls(args, {k: x if k in static else stood_in(x) for k, x in sorted(kwargs.items())}, static)
 
     @property
     def positional(self) -> tuple:

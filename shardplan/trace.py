@@ -11,6 +11,7 @@ import jax
 
 from shardplan import _jax, _jax_kernels
 from shardplan.errors import ShardingError, warn
+from shardplan.plan.stand_ins import on_stand_ins
 from shardplan.units import format_array, format_memory
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ def trace(fun: Callable, call: Call, auto: AutoOptions):
         ShardingError: the step asks for axes that are not there.
     """
     args, kwargs = call.abstract()
+    fun = on_stand_ins(fun)
 
     def by_jit(fun: Callable):
         before = BEING_PLANNED.set(True)

@@ -20,6 +20,7 @@ from shardplan import _jax
 from shardplan.errors import ShardingError
 from shardplan.plan.arguments import arguments_like
 from shardplan.plan.data import Leaf
+from shardplan.plan.stand_ins import stood_back, stood_in
 from shardplan.units import format_array
 
 
@@ -50,7 +51,7 @@ def global_batch(inputs: Sequence[Leaf], in_tree: Any, batch: Any, mesh: jax.sha
     Raises:
         ShardingError: no argument is such a pytree, or an array is neither of the part's shape nor of the whole batch's.
     """
-    local, tree = jax.tree.flatten(batch)
+    local, tree = jax.tree.flatten(stood_in(batch))
     found = [*arguments_like(inputs, in_tree, tree, operator.eq)]
     if not found and isinstance(batch, tuple) and batch:
         return tuple(global_batch(inputs, in_tree, x, mesh, shard, dim) for x in batch)
@@ -64,7 +65,8 @@ def global_batch(inputs: Sequence[Leaf], in_tree: Any, batch: Any, mesh: jax.sha
         return same, any(x.kind == "batch" for x in leaves)
 
     leaves = max(found, key=fits)
-    return jax.tree.unflatten(tree, [_global_array(*x, mesh, shard, dim) for x in zip(leaves, map(np.asarray, local), strict=True)])
+    made = (_global_array(*x, mesh, shard, dim) for x in zip(leaves, map(np.asarray, local), strict=True))
+    return stood_back(jax.tree.unflatten(tree, made))
 
 
 def _shapes(leaf: Leaf, shard: tuple[int, int], dim: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

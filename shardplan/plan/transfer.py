@@ -36,6 +36,7 @@ from shardplan.plan.data import Leaf
 from shardplan.plan.padded import Padded, array_of, is_held, is_padded
 from shardplan.plan.padded import held as as_held
 from shardplan.plan.plan import Plan
+from shardplan.plan.stand_ins import stood_back, stood_in
 from shardplan.units import format_array, format_memory
 
 MAX_AXES = 5
@@ -66,7 +67,7 @@ def transfer(state: Any, plan: Plan, *, donate: bool = True) -> Any:
     """
     if not isinstance(plan, Plan) or plan.context is None or not isinstance(plan.context.mesh, Mesh):
         raise ShardingError("transfer needs a plan with its devices.\n  way out: step.plan(...) of a step on a mesh of jax.devices()")
-    given, tree = jax.tree.flatten(state, is_leaf=is_padded)
+    given, tree = jax.tree.flatten(stood_in(state), is_leaf=is_padded)
     given = [x if is_padded(x) or isinstance(x, jax.Array) else np.asarray(x) for x in given]
     leaves = _wanted(plan, tree, given)
     fitting = [is_held(x, leaf, plan.mesh) for x, leaf in zip(given, leaves, strict=True)]
@@ -87,7 +88,7 @@ def transfer(state: Any, plan: Plan, *, donate: bool = True) -> Any:
         if donate and not fits and isinstance(old := array_of(x), jax.Array):
             old.delete()
     own = (x if x.shape == leaf.shape else Padded(x, leaf.shape) for x, leaf in zip(moved, leaves, strict=True))
-    return jax.tree.unflatten(tree, own)
+    return stood_back(jax.tree.unflatten(tree, own))
 
 
 def _wanted(plan: Plan, tree: Any, arrays: Sequence) -> list[Leaf]:

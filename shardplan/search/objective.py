@@ -44,7 +44,8 @@ THRESHOLD_GAIN = 0.15
 """... that take at most this fraction more than the best one: thresholds gain up to so much."""
 
 NEAR_TIE = 0.005
-"""Among plans of at most this fraction more seconds than the fastest, the simplest is taken; of equals, the least seconds x memory^this."""
+"""Among plans of at most this fraction more seconds than the fastest, the simplest is taken, of equals that of least seconds x
+memory^this."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
