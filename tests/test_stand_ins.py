@@ -129,3 +129,49 @@ def test_other_trees_are_the_same_objects():
     found = stood_in(inside)
     assert isinstance(found[1], StandIn) and found[0] == tree and jax.tree.leaves(found)[-1] is inside[1].x
     assert isinstance(stood_back(found)[1], Scale)
+
+
+@jax.tree_util.register_pytree_node_class
+class Scaled:
+    """A factor that is rebuilt with arrays and plain objects alone, as jit does, and has a number in its structure."""
+
+    def __init__(self, factor, period=2):
+        if type(factor) is not object and not jnp.issubdtype(factor.dtype, jnp.floating):
+            raise TypeError("factor is no float")
+        self.factor, self.period = factor, period
+
+    def tree_flatten(self):
+        return (self.factor,), self.period
+
+    @classmethod
+    def tree_unflatten(cls, period, leaves):
+        return cls(*leaves, period)
+
+
+ROWS = jnp.ones((16, 8))
+
+
+def test_a_class_that_checks_what_it_is_rebuilt_with_is_planned_and_run(tmp_path):
+    def step(state, x, *, rate):
+        w, scaled = state
+        loss, grad = jax.value_and_grad(lambda w: jnp.mean((x @ w) ** 2) * scaled.factor[0])(w)
+        return (w - rate * grad / scaled.factor[0], Scaled(scaled.factor * scaled.period, scaled.period)), loss
+
+    def create(period=2):
+        return jnp.ones((8, 16)), Scaled(jnp.arange(1.0, 17), period)
+
+    mesh = jax.make_mesh((8,), ("data",), axis_types=AUTO)
+    planned = shardplan.auto(mesh, in_shardings=(None, P("data")), cluster="h100", donate_argnums=0)(step)
+    plan = planned.plan(create(), ROWS, rate=0.1)
+    assert [leaf.path for leaf in plan.inputs] == ["state/0", "state/1/0", "x", "rate"]
+    plan.save(tmp_path / "plan.json")
+    for run in (planned, planned.with_options(plan=tmp_path / "plan.json")):
+        want = got = create()
+        for _ in range(3):
+            (want, _), (got, _) = jax.jit(step)(want, ROWS, rate=0.1), run(got, ROWS, rate=0.1)
+            for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+                np.testing.assert_allclose(a, b, rtol=1e-5)
+        first, given = run.init(create), create()
+        assert run(first, ROWS, rate=0.1)[0][1].period == 2 and run(given, ROWS, rate=0.1) and given[0].is_deleted()
+    (_, scaled), _ = planned(create(3), ROWS, rate=0.1)  # another structure of the same arrays is another step
+    assert scaled.period == 3 and scaled.factor[1] == 6
