@@ -42,6 +42,9 @@ WHOLE, SMALL, JUDGED = 4.0, 0.4, 0.6
 MOST_LOSS = 0.2
 """A change is not judged if the network prices it as slower by more than this fraction of the step."""
 
+RESULTS = 6_000
+"""Ops of all changes of results together: they seldom lead to a faster plan, and if so early."""
+
 STARTS = 3
 """Plans that are changed, one after the other."""
 
@@ -74,6 +77,7 @@ class _Improvement:
     found: Candidates
     ops: float = OPS
     in_vain: float = 0.0
+    results_left: float = RESULTS
     tried: set[tuple] = field(default_factory=set)
     changed: list[dict[int, Layout]] = field(default_factory=list)  # inputs of the plans so far
 
@@ -104,6 +108,9 @@ class _Improvement:
             if deadline.over() or not self.spend(n * (WHOLE if change.whole else SMALL)):
                 return None
             self.tried.add(name)
+            self.results_left -= n * (change.name[0] == "result")
+            if self.results_left < 0:  # which come last
+                return None
             states = near.solved_with(change.masks) if change.whole else near.states_with(change.masks)
             if states is not None and states != best.states and network.problem.objective(states) <= most:
                 if not self.spend(n * JUDGED):
