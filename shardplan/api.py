@@ -248,12 +248,12 @@ class Auto(Generic[P, R]):
                 "key); a state that is there already goes to the step as it is, or jax.device_put(state, plan.in_shardings[0][0])"
             )
 
-        standing_in = on_stand_ins(create)
+        create = on_stand_ins(create)
         args, kwargs = stood_in((args, kwargs))
 
         def created(args, kwargs):
             with _jax.within(_jax.auto_twin(mesh)):
-                return standing_in(*args, **kwargs)
+                return create(*args, **kwargs)
 
         leaves, tree = jax.tree.flatten(jax.eval_shape(created, *jax.tree.map(_jax.abstract, (args, kwargs))))
         known = self._known_leaves(tree, leaves)

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from shardplan._jax import itemsize
 from shardplan.costs.space import StrategySpace
-from shardplan.costs.split_products import contracted_splits
+from shardplan.costs.split_products import product_parts, product_sizes
 from shardplan.mesh.collective import CollectiveKey
 
 
@@ -62,16 +62,9 @@ def _handing_on(space: StrategySpace, j: int) -> Iterator[int]:
 
 def _parts(space: StrategySpace, j: int, size: float, devices: int) -> float:
     """By how much more product j writes than its result, of `size` bytes per device, where XLA splits it: parts in float32."""
-    op, sms = space.graph.ops[j], space.cluster.device.sms
-    if not sms:
-        return 1.0
-    contracted, batch = op.params["dimension_numbers"]
-    left, right = op.ins[:2]
-    b, k, rows = 1, 1, 1
-    for d, n in enumerate(left.shape):
-        b, k, rows = (b * n, k, rows) if d in batch[0] else (b, k * n, rows) if d in contracted[0] else (b, k, rows * n)
-    columns = right.size // max(1, b * k)
+    op = space.graph.ops[j]
+    batch, _, columns, contracted = product_sizes(op, op.ins[0].shape, op.ins[1].shape)
     width = itemsize(op.outs[0].dtype)
-    rows = max(1, round(rows * size / max(1.0, b * rows * columns * width)))
-    parts, _ = contracted_splits(b, rows, columns, max(1, k // devices), itemsize(left.dtype), sms)
+    rows = max(1, round(size / max(1.0, batch * columns * width)))
+    parts = product_parts(op, (batch, rows, columns, max(1, contracted // devices)), space.cluster.device)
     return parts * 4 / width if parts > 1 else 1.0

@@ -63,16 +63,20 @@ Sizes = tuple[int, int, int, int]
 """Batch, rows, columns and contracted elements of a product."""
 
 
-def local_sizes(op: Op, strategies: OpStrategies, s: int, mesh: MeshShape) -> Sizes:
-    """Of a `dot_general` on one device under strategy s, or of a ragged one, which multiplies masked copies of its rows."""
+def product_sizes(op: Op, left: Sequence[int], right: Sequence[int], groups: int = 1) -> Sizes:
+    """Of a `dot_general` of operands of these shapes, or of a ragged one, which multiplies masked copies of its rows per group."""
     numbers = op.params["ragged_dot_dimension_numbers" if op.traits.grouped_matmul else "dimension_numbers"]
     (contracted, (batch, _)) = numbers.dot_dimension_numbers if op.traits.grouped_matmul else numbers
-    left, right = (of[s].local_shape(x.shape, mesh) for x, of in zip(op.ins[:2], strategies.operands[:2], strict=True))
     b, k = math.prod(left[d] for d in batch), math.prod(left[d] for d in contracted[0])
-    groups = _groups(op, strategies, s, mesh) if op.traits.grouped_matmul else 1
     if op.traits.grouped_matmul and contracts_rows(op):
         return groups * b, math.prod(left) // max(1, b * k), math.prod(right) // max(1, b * k), k
     return b, math.prod(left) // max(1, b * k), math.prod(right) // max(1, groups * b * k), groups * k
+
+
+def local_sizes(op: Op, strategies: OpStrategies, s: int, mesh: MeshShape) -> Sizes:
+    """Of a product on one device under strategy s."""
+    left, right = (of[s].local_shape(x.shape, mesh) for x, of in zip(op.ins[:2], strategies.operands[:2], strict=True))
+    return product_sizes(op, left, right, _groups(op, strategies, s, mesh) if op.traits.grouped_matmul else 1)
 
 
 def local_groups(op: Op, strategies: OpStrategies, mesh: MeshShape) -> np.ndarray:

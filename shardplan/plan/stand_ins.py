@@ -115,7 +115,6 @@ def _known(asked: Callable[[Any], bool], structure: Any) -> bool:
 def _cached(asked: Callable[[Any], bool], structure: Any) -> bool:
     """The answer, found once per structure; each time for one without a hash, which may be of what a class keeps with its leaves."""
     try:
-        hash(structure)
-    except TypeError:
+        return _known(asked, structure)
+    except TypeError:  # no hash
         return asked(structure)
-    return _known(asked, structure)

@@ -205,10 +205,11 @@ class _Improvement:
     def results(self, best: Judged, network: CostNetwork) -> Iterator[Change]:
         """Every array that ops of one role make in every layout."""
         graph, of, chosen = self.task.space.graph, self.task.space.strategies, network.strategies(best.states)
+        inputs = set(graph.args)
         roles: dict[tuple[int, int], list[int]] = {}
         for v in graph.values:
             j, r = v.producer
-            if j not in graph.args:
+            if j not in inputs:
                 roles.setdefault((self.task.space.layers[j], r), []).append(j)
         bytes_of = {role: sum(graph.values[graph.ops[j].outputs[role[1]]].bytes for j in some) for role, some in roles.items()}
         for (role, r), some in sorted(roles.items(), key=lambda x: -bytes_of[x[0]]):
