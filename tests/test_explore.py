@@ -711,7 +711,8 @@ def test_threads_in_the_background_give_way_sooner_as_long_as_one_of_them_works(
 
 
 def test_what_was_asked_for_last_goes_on_first_and_spare_work_after_all_else():
-    pieces, did, gate, done = Pieces("test"), [], threading.Event(), threading.Event()
+    pieces, did = Pieces("test"), []
+    busy, gate, done = threading.Event(), threading.Event(), threading.Event()
 
     def job(name, n):
         for k in range(n):
@@ -719,6 +720,7 @@ def test_what_was_asked_for_last_goes_on_first_and_spare_work_after_all_else():
             yield
 
     def first():
+        busy.set()
         yield gate.wait(60)
 
     def last():
@@ -726,6 +728,7 @@ def test_what_was_asked_for_last_goes_on_first_and_spare_work_after_all_else():
         done.set()
 
     pieces.begin(first())
+    assert busy.wait(60), "the thread does the first job while the others are begun"
     pieces.spare(last())
     for name in "ab":
         pieces.begin(job(name, 2))
