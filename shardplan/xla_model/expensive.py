@@ -5,7 +5,7 @@ Facts: fusion-recompute-cheaper, fusion-expensive, fusion-expensive-argument, fu
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
 from functools import partial
 from math import inf
 
@@ -49,6 +49,7 @@ def cheaper_to_read(
     written, inside, rows = kernels.written, kernels.inside, kernels.rows
     out: set[int] = set()
     parts, array = overlapping(graph, rules), partial(read_array, graph, rules)
+    fused = _but_products(graph, rules, kernels)
     sources: list[dict[int, float]] = []
     drawn: list[bool] = []  # per value, whether a kernel that computes it draws random numbers
     for v, value in enumerate(graph.values):
@@ -70,10 +71,9 @@ def cheaper_to_read(
             continue
         if rows.behind[at] and value.bytes < min(found.values(), default=0.0):  # numbers per row, of rows read anyway
             continue
-        k = len(inside[at])
-        expensive = k > 1 and op.primitive in EXPENSIVE
-        expensive = expensive and (is_expensive(op, recomputed_bytes) or not _sources_are_read(graph, kernels, v, found))
-        expensive |= k > 1 and drawn[v] and not _handed_on(graph, rules, kernels, v)
+        expensive = len(fused[at]) > 1 and op.primitive in EXPENSIVE
+        expensive = expensive and (is_expensive(op, recomputed_bytes) or not _sources_are_read(graph, kernels, v, found, fused[at]))
+        expensive |= len(inside[at]) > 1 and drawn[v] and not _handed_on(graph, rules, kernels, v)
         if expensive or _reads_less(graph, rules, kernels, v, found):
             out.add(v)
         elif v in parts:
@@ -125,9 +125,22 @@ def _handed_on(graph: Graph, rules: Sequence[Rule], kernels: Kernels, v: int) ->
     return any(not kernels.written[w] and graph.values[w].bytes <= value.bytes for w in same)
 
 
-def _sources_are_read(graph: Graph, kernels: Kernels, v: int, sources: Collection[int]) -> bool:
-    """Whether every kernel that computes a value would read all its sources even if it was in memory; those of gelu's tanh do."""
-    return not any(_read_only_for(graph, kernels, v, sources).values())
+def _but_products(graph: Graph, rules: Sequence[Rule], kernels: Kernels) -> list[set[Kernel]]:
+    """Per op, the kernels that compute it but for products, which XLA fuses first: they compute whatever they can for themselves."""
+    out: list[set[Kernel]] = [set() for _ in graph.ops]
+    for at in reversed(range(len(graph.ops))):
+        for v in () if at in graph.dead else graph.ops[at].outputs:
+            for reader, _ in graph.values[v].consumers if not kernels.written[v] else ():
+                if not graph.ops[reader].traits.matmul or rules[reader].fusion != "none":
+                    out[at] |= out[reader]
+            if kernels.written[v] and not graph.ops[at].traits.moves_nothing:
+                out[at].add(kernels.own[at])
+    return out
+
+
+def _sources_are_read(graph: Graph, kernels: Kernels, v: int, sources: Collection[int], where: Set[Kernel]) -> bool:
+    """Whether each of some kernels that compute a value would read all its sources even if it was in memory; those of gelu's tanh do."""
+    return not any(some & where for some in _read_only_for(graph, kernels, v, sources).values())
 
 
 def _read_only_for(graph: Graph, kernels: Kernels, v: int, sources: Collection[int]) -> dict[int, set[Kernel]]:

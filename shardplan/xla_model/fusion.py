@@ -126,9 +126,9 @@ def _prologues(graph: Graph, rules: Sequence[Rule]) -> set[int]:
 
 
 def _is_input(graph: Graph, v: int) -> bool:
-    """Whether a value is an input of the step or of a loop's body, a literal, or either broadcast."""
+    """Whether a value is an input of the step or of a loop's body, made of literals alone, or either broadcast."""
     op = graph.ops[graph.maker(v)]
-    if op.traits.broadcast:
+    if op.traits.broadcast or (op.inputs and all(u is None for u in op.inputs)):
         return all(u is None or _is_input(graph, u) for u in op.inputs)
     return op.traits.persistent or op.traits.loop_carry or op.traits.loop_const
 

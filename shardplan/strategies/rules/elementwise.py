@@ -21,14 +21,16 @@ def elementwise(*ins, out, **kw) -> Rule:
 
 
 PLAIN = """
-    acos acosh and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz cos
-    cosh digamma eq eq_to erf erf_inv erfc exp2 expm1 floor ge gt integer_pow
-    is_finite le le_to lgamma log1p log2 lt lt_to mulhi ne nextafter not one_minus_square or
-    philox2x32 philox4x32 polygamma polynomial population_count pow reduce_precision rem
-    round shift_left shift_right_arithmetic shift_right_logical sign sin sinh square tan
-    threefry2x32 threefry4x32 xor zeta real imag complex conj
+    and bessel_i0e bessel_i1e clz digamma eq eq_to erf_inv erfc ge gt integer_pow
+    is_finite le le_to lgamma log2 lt lt_to mulhi ne nextafter not one_minus_square or
+    philox2x32 philox4x32 polygamma polynomial population_count reduce_precision rem
+    round shift_left shift_right_arithmetic shift_right_logical sign square threefry2x32
+    threefry4x32 xor zeta real imag complex conj
 """
-PROLOGUES = "abs exp log logistic max min rsqrt sqrt sub tanh"
+PROLOGUES = """
+    abs acos acosh asin asinh atan atan2 atanh cbrt ceil clamp cos cosh erf exp exp2
+    expm1 floor log log1p logistic max min pow rsqrt sin sinh sqrt sub tan tanh
+"""
 ITERATED = "igamma igamma_grad_a igammac regularized_incomplete_beta"
 LINEAR = "stop_gradient xla_metadata_value zeros_like"
 
@@ -36,8 +38,7 @@ LINEAR = "stop_gradient xla_metadata_value zeros_like"
 @rule(*PLAIN.split())
 @rule(*PROLOGUES.split(), traits=Traits(matmul_prologue=True))
 @rule("select_n", traits=Traits(selects=True))
-@rule("mul", traits=Traits(matmul_prologue=True, scaling=True))
-@rule("div", traits=Traits(scaling=True))
+@rule("mul", "div", traits=Traits(matmul_prologue=True, scaling=True))
 @rule("neg", traits=Traits(matmul_prologue=True, forwards_value=True))
 @rule("convert_element_type", traits=Traits(forwards_value=True, runs_with_reader=True))
 def plain(*ins, out, **_):
