@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from shardplan.emit.emit import emit
@@ -162,6 +163,23 @@ def test_what_changes_no_number_of_an_array_is_no_op():
     graph = parse(jaxpr)
     assert [op.primitive for op in graph.ops] == ["arg", "arg", "mul", "out"]
     assert np.array_equal(emit(jaxpr, {}, None)(jnp.full(4, 0.5), X[0])[0], X[0] * 0.5)
+
+
+@pytest.mark.parametrize(
+    ("fn", "left"),
+    [
+        (lambda x: optax.apply_updates(x, optax.set_to_zero().update(x, None)[0]), []),
+        (lambda x: jnp.ones_like(x) * x / jnp.full((), 1.0, x.dtype) - jnp.zeros(4), []),
+        (lambda x: jnp.zeros_like(x) - x, ["sub"]),
+        (lambda x: 1 / x, ["div"]),
+        (lambda x: x * jnp.zeros_like(x), ["mul"]),  # of infinity no zero
+    ],
+)
+def test_a_number_that_changes_nothing_is_no_op(fn, left):
+    jaxpr = jax.jit(fn).trace(X[0]).jaxpr
+    ops = [op for op in parse(jaxpr).ops if not (op.traits.broadcast or op.traits.border)]
+    assert [op.primitive for op in ops] == left
+    assert np.array_equal(emit(jaxpr, {}, None)(X[0])[0], fn(X[0]))
 
 
 def test_each_value_is_followed_once_however_many_paths_lead_to_it():

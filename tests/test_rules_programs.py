@@ -307,6 +307,7 @@ def test_scores_that_xla_transposes_are_written_before_the_other_product_is_read
     [
         (lambda h, b: jax.nn.relu(h + b), 0),
         (lambda h, b: jnp.tanh(h * 2), 0),
+        (lambda h, b: jnp.sin(jnp.clip(h, -1, 1) / 3), 0),
         (lambda h, b: jax.nn.silu(h), 1),
         (lambda h, b: jax.nn.relu(h.astype(jnp.bfloat16)), 1),
         (lambda h, b: h + jnp.tanh(h), 1),

@@ -64,6 +64,10 @@ def written_by_xla(fun, args, size: int) -> int:
         (exact_gelu, F32, ROWS, 5),
         (exact_gelu, BF16, ROWS, 6),  # and its argument
         (lambda x: x * jnp.sin(x), F32, ROWS, 5),
+        (jnp.tanh, F32, FLAT, 3),  # products compute it for themselves, and one other kernel
+        (jnp.tanh, BF16, FLAT, 3),
+        (jnp.sin, F32, FLAT, 3),
+        (lax.erf, BF16, FLAT, 3),
         (lambda x: x * jnp.arctan(x), BF16, ROWS, 5),
     ],
 )
@@ -72,6 +76,48 @@ def test_activations_held_for_the_gradient_are_those_that_the_plan_counts(activa
     fun, args = gradient(activation), [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
     size = math.prod(rows[:-1]) * HIDDEN
     assert written_by_xla(fun, args, size) == written_by_plan(fun, args, size) == arrays
+
+
+@pytest.mark.parametrize(
+    ("between", "stored"),
+    [
+        (jnp.sin, 1),
+        (jnp.log1p, 1),
+        (jnp.floor, 1),
+        (lambda h: h / 3, 1),
+        (lambda h: jnp.exp(jnp.clip(h, -1, 1)), 1),
+        (lambda h: lax.pow(h, jnp.full_like(h, 1.7)), 1),
+        (jnp.sign, 2),
+        (jnp.square, 2),
+        (lambda h: jnp.where(h > 0, h, 0.0), 2),
+        (lambda h: lax.erf_inv(h), 2),
+    ],
+)
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_a_product_computes_elementwise_work_on_what_it_reads(between, stored, dtype):
+    """One array, the first product's result, or the work between the two as well."""
+
+    def net(x, w, v):
+        return between(x @ w).astype(dtype) @ v
+
+    args = [jax.ShapeDtypeStruct(shape, dtype) for shape in (FLAT, (FLAT[1], HIDDEN), (HIDDEN, FLAT[1]))]
+    assert written_by_xla(net, args, FLAT[0] * HIDDEN) == written_by_plan(net, args, FLAT[0] * HIDDEN) == stored
+
+
+@pytest.mark.parametrize(
+    "drop",
+    [
+        lambda x: x + jnp.zeros_like(x),
+        lambda x: jnp.zeros_like(x) + x,
+        lambda x: x - jnp.zeros_like(x),
+        lambda x: x * jnp.ones_like(x),
+        lambda x: x / jnp.full_like(x, 1),
+    ],
+)
+def test_work_with_a_number_that_changes_nothing_is_dropped(drop):
+    args = [jax.ShapeDtypeStruct(ROWS, F32)]
+    assert written_by_xla(drop, args, math.prod(ROWS)) == 0
+    assert [op.primitive for op in parse(jax.make_jaxpr(drop)(*args)).ops if not op.traits.broadcast] == ["arg", "out"]
 
 
 def test_a_residual_sum_is_computed_again_for_the_mask_of_the_relu_behind_it():

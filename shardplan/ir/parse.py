@@ -13,6 +13,11 @@ from shardplan import _jax
 from shardplan.ir.canonical import Identity, identity
 from shardplan.ir.graph import Graph, Loop, Op, Path, Phase, Source, Value
 
+NEUTRAL = {"add": 0, "add_any": 0, "sub": 0, "mul": 1, "div": 1}
+"""Number that leaves the other operand as it is; the first one, of a difference or quotient (fact: fusion-neutral-operand)."""
+KEEP_NUMBER = "broadcast_in_dim", "convert_element_type", "copy", "reshape"
+"""What has one number for all elements if its operand has."""
+
 MAX_TRIPS = 1e9
 """Upper limit of an op's runs per step, against overflow of costs where loops with huge trip counts nest."""
 
@@ -57,6 +62,7 @@ class _Recorder:
         self.consumers: list[list[tuple[int, int]]] = []
         self.loops: list[Loop] = []
         self.same_layout: list[tuple[int, int]] = []
+        self.numbers: dict[int, Any] = {}  # value -> the one number that the program writes out for all its elements
         self.source = Source()
         self.phase: Phase = "forward"
         self.runs, self.loop = 1.0, -1
@@ -149,13 +155,17 @@ def _equation(g: _Recorder, eqn, inputs, where: Path) -> Sequence[int | None]:
         return _loop(g, eqn, inputs, where, _trip_count(eqn), n_cond + n_body, len(eqn.outvars), body, cond, n_cond)
     if region == "cond":
         return _cond(g, eqn, inputs, where)
-    if (same := _unchanged(eqn, inputs)) is not None:
+    numbers = [x.val if isinstance(x, _jax.Literal) else g.numbers.get(v) for v, x in zip(inputs, eqn.invars, strict=True)]
+    if (same := _unchanged(eqn, inputs, numbers)) is not None:
         return [same]
     ins, outs = ([x.aval for x in of] for of in (eqn.invars, eqn.outvars))
     nothing = bool(outs) and all(map(_is_empty, outs))  # XLA reads no operand for results without elements, nor operands without any
     inputs = [None if nothing or _is_empty(x) else v for v, x in zip(inputs, ins, strict=True)]
     more = {"operand_is_nonzero": True} if eqn.invars and _is_nonzero(eqn.invars[0]) else {}
-    return g.record(eqn.primitive.name, inputs, ins, outs, where, eqn.params, **more)
+    results = g.record(eqn.primitive.name, inputs, ins, outs, where, eqn.params, **more)
+    if eqn.primitive.name in KEEP_NUMBER and np.size(numbers[0]) == 1 and numbers[0] is not None:
+        g.numbers[results[0]] = numbers[0]
+    return results
 
 
 def _is_nonzero(operand) -> bool:
@@ -168,19 +178,20 @@ def _is_empty(aval) -> bool:
     return 0 in getattr(aval, "shape", ())
 
 
-def _unchanged(eqn, inputs: list[int | None]) -> int | None:
-    """The operand that an equation returns unchanged, so that XLA drops it: 0 + x, with which Python's `sum` starts, or another type.
+def _unchanged(eqn, inputs: list[int | None], numbers: Sequence[Any]) -> int | None:
+    """The operand that an equation returns unchanged, so that XLA drops it: x + 0, x * 1 and the like, or another type.
 
-    The other type is only weak or not, or has another mesh of Auto axes, as where JAX calls a function that it traced without a mesh.
-    Or it is all that a concatenation has of elements.
+    Python's `sum` starts with 0 + x, and optax adds zeros to frozen parameters. The other type is only weak or not, or has another mesh
+    of Auto axes, as where JAX calls a function that it traced without a mesh. Or it is all that a concatenation has of elements.
     """
     if not eqn.outvars:
         return None
     result = eqn.outvars[0].aval
-    if eqn.primitive.name == "add":
-        for v, zero, x in zip(inputs, reversed(eqn.invars), eqn.invars, strict=True):
-            is_zero = isinstance(zero, _jax.Literal) and not np.any(zero.val)
-            if is_zero and (x.aval.shape, x.aval.dtype) == (result.shape, result.dtype):
+    if (neutral := NEUTRAL.get(eqn.primitive.name)) is not None:
+        sides = zip(inputs, eqn.invars, reversed(numbers), strict=True)
+        for v, x, number in [*sides][: 2 if eqn.primitive.name in ("add", "add_any", "mul") else 1]:
+            is_neutral = number is not None and bool(np.all(np.equal(number, neutral)))
+            if is_neutral and v is not None and (x.aval.shape, x.aval.dtype) == (result.shape, result.dtype):
                 return v
     if eqn.primitive.name == "concatenate" and not _is_empty(result):
         some = [v for v, x in zip(inputs, eqn.invars, strict=True) if not _is_empty(x.aval)]
