@@ -27,7 +27,7 @@ from shardplan.strategies.signature import Signatures
 from shardplan.xla_model.accumulation import accumulated_operands, accumulated_sums, mark_accumulation
 from shardplan.xla_model.cast_first import Factors, cast_first_operands, widened_fraction
 from shardplan.xla_model.combining import CollectiveSite, byte_factors, collective_sites, summed_values
-from shardplan.xla_model.convolutions import HeldCopy, with_convolutions
+from shardplan.xla_model.convolutions import HeldCopy, call_orders, with_convolutions
 from shardplan.xla_model.copies import with_copies
 from shardplan.xla_model.expensive import recomputed_from
 from shardplan.xla_model.fusion import FusedKernels, fused_kernels, kernel_traffic, materialised
@@ -86,7 +86,7 @@ class StepFacts:
         graph = mark_accumulation(with_copies(graph, follows, sums, lookups))
         found = table.read(graph, {}, whole)
         rules, sums = tuple(x.rule for x in found), tuple(x.sums for x in found)
-        orders = physical_orders(graph, rules)
+        orders = physical_orders(graph, rules, call_orders(graph, device))
         seen = with_summed_scatters(orders.rules, summed := summed_scatters(graph))
         seen = with_small_reductions(graph, seen, rows := row_kernels(graph, seen, orders))
         recomputed_bytes = recomputed_from(device) if device else inf

@@ -20,7 +20,7 @@ backward pass read is written once, and held until the last of them.
 A filter's gradient has output channels outermost, too. The kernel that updates the weights by it transposes it, so that it cannot write
 over the donated state: what it writes is copied there by a kernel for each array, but for one if the gradient has the state's dtype.
 
-Facts: convolution-padded-copy, convolution-filter-order, convolution-update-copies.
+Facts: convolution-padded-copy, convolution-filter-order, convolution-update-copies, convolution-channels.
 """
 
 from __future__ import annotations
@@ -36,10 +36,12 @@ from shardplan.ir.windows import window_hits
 from shardplan.mesh.device import Device, gpu_of_device_kind
 from shardplan.strategies.rule import Rule
 from shardplan.xla_model.physical_layout import CoupledState, coupled_state
+from shardplan.xla_model.physical_order import CallOrders, Dims
 from shardplan.xla_model.traffic import KernelTraffic, LibraryCall
 
 HOPPER = (9, 0)
-"""Compute capability from which images in 32 bits have their channels last in memory; in 16 bits they have so on every GPU."""
+"""Compute capability from which rows and images in 32 bits have their channels last in memory, and rows in 16 bits; images in 16 bits
+have so on every GPU, volumes on none."""
 
 
 class WindowDim(NamedTuple):
@@ -58,6 +60,39 @@ class WindowDim(NamedTuple):
     def hits(self) -> int:
         """Pairs of a tap and a result that meet data."""
         return window_hits(self.n, self.taps, self.made, self.stride, self.low, self.dilation, self.spread)
+
+
+def is_hopper(device: Device | None) -> bool:
+    """Whether a GPU is of Hopper's generation or a later one, as those are that are not known."""
+    gpu = gpu_of_device_kind(device.name) if device else None
+    return gpu is None or gpu.compute_capability >= HOPPER
+
+
+def call_orders(graph: Graph, device: Device | None) -> dict[int, CallOrders]:
+    """How the activations of every convolution lie in memory; not those of which a call reads a copy with padding."""
+    out: dict[int, CallOrders] = {}
+    for at, op in enumerate(graph.ops):
+        if op.traits.convolution:
+            call, (lhs, rhs, made) = library_call(op, reversal(graph, at) is not None), op.params["dimension_numbers"]
+            specs = [lhs if lhs[0] == 0 else None, None, made if lhs[0] == 0 else None]
+            if call.kind == "filter gradient":  # batch and channels are the other way round
+                specs = [(lhs[1], lhs[0], *lhs[2:]), (rhs[1], rhs[0], *rhs[2:]), None]
+            orders = [None if x is None or n != 1 else in_memory(x, op, is_hopper(device)) for x, n in zip(specs, call.sizes, strict=True)]
+            out[at] = CallOrders((orders[0], orders[1]), orders[2])
+    return out
+
+
+def in_memory(spec: Sequence[int], op: Op, hopper: bool) -> Dims:
+    """(batch or output channels, channels, space) of an array of a call as they lie in memory: channels come last or second."""
+    last = hopper if len(spec) == 3 else len(spec) == 4 and (op.ins[0].dtype.itemsize == 2 or hopper)
+    return (spec[0], *spec[2:], spec[1]) if last else tuple(spec)
+
+
+def reversal(graph: Graph, at: int) -> int | None:
+    """The op that reverses the weights of a convolution."""
+    v = graph.ops[at].inputs[1]
+    maker = None if v is None else graph.maker(v)
+    return maker if maker is not None and graph.ops[maker].traits.reversal else None
 
 
 def library_call(op: Op, reversed_weights: bool) -> LibraryCall:
@@ -151,8 +186,7 @@ class _Step:
 
     def __init__(self, graph: Graph, rules: Sequence[Rule], traffic: Sequence[KernelTraffic], device: Device | None):
         self.graph, self.rules, self.traffic = graph, rules, list(traffic)
-        gpu = gpu_of_device_kind(device.name) if device else None
-        self.hopper = gpu is None or gpu.compute_capability >= HOPPER
+        self.hopper = is_hopper(device)
         self.calls: dict[int, LibraryCall] = {}
         self.copies: dict[int, dict[tuple, HeldCopy]] = {}  # array -> (order of its dims, size) -> the copy
         self.instead: set[int] = set()  # arrays of which only copies are written
@@ -161,8 +195,8 @@ class _Step:
         graph = self.graph
         found = [at for at, op in enumerate(graph.ops) if op.traits.convolution and at not in graph.dead]
         for at in found:
-            self.calls[at] = library_call(graph.ops[at], self.reversal(at) is not None)
-        reversals = {self.reversal(at) for at in found if self.calls[at].kind == "input gradient"}
+            self.calls[at] = library_call(graph.ops[at], reversal(self.graph, at) is not None)
+        reversals = {reversal(self.graph, at) for at in found if self.calls[at].kind == "input gradient"}
         for at in sorted(turned for turned in reversals if turned is not None):
             readers = [self.calls.get(j) for j in graph.readers(graph.ops[at].outputs[0])]
             if all(call and call.kind == "input gradient" for call in readers):  # the call itself reverses them
@@ -174,19 +208,13 @@ class _Step:
             self.traffic[at] = replace(self.traffic[at], copied=True)
         return Convolutions(tuple(self.traffic), tuple(self.held_copies()))
 
-    def reversal(self, at: int) -> int | None:
-        """The op that reverses the weights of a convolution."""
-        v = self.graph.ops[at].inputs[1]
-        maker = None if v is None else self.graph.maker(v)
-        return maker if maker is not None and self.graph.ops[maker].traits.reversal else None
-
     def convolution(self, at: int) -> None:
         """What one call and the kernels before it move."""
         op, call, moves = self.graph.ops[at], self.calls[at], self.traffic[at]
         reads, copied = list(moves.operand_reads), []
         for k, order in enumerate(self.operand_orders(at)):
             ratio, v = call.sizes[k], op.inputs[k]
-            if call.kind == "input gradient" and k == 1 and (turned := self.reversal(at)) is not None:
+            if call.kind == "input gradient" and k == 1 and (turned := reversal(self.graph, at)) is not None:
                 v = self.graph.ops[turned].inputs[0]
             if v is None or (ratio == 1 and _is_row_major(order, op.ins[k].shape)):
                 continue
@@ -256,11 +284,9 @@ class _Step:
             return self.order(lhs, at), self.order(rhs, at)
         return as_it_is, self.order((rhs[1], rhs[0], *rhs[2:]) if kind == "input gradient" else rhs, at)
 
-    def order(self, spec: Sequence[int], at: int) -> tuple[int, ...]:
-        """(batch or output channels, channels, space) of an array of a call as they lie in memory: channels come last or second."""
-        op = self.graph.ops[at]
-        last = len(spec) == 4 and (op.ins[0].dtype.itemsize == 2 or self.hopper)
-        return (spec[0], *spec[2:], spec[1]) if last else tuple(spec)
+    def order(self, spec: Sequence[int], at: int) -> Dims:
+        """As of `in_memory`."""
+        return in_memory(spec, self.graph.ops[at], self.hopper)
 
 
 def _is_row_major(order: Sequence[int], shape: Sequence[int]) -> bool:

@@ -22,6 +22,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import inf, prod
+from types import MappingProxyType
 from typing import NamedTuple
 
 from shardplan.ir.graph import Graph, Op, Value
@@ -61,6 +62,13 @@ class PhysicalOrders:
         """The minor dim, in memory, of an op's first operand; -1 if it has none."""
         order = range(len(op.ins[0].shape)) if (v := op.inputs[0]) is None else self.orders[v]
         return order[-1] if order else -1
+
+
+class CallOrders(NamedTuple):
+    """In which order dims lie that a call of a library reads and writes; None where it does not matter, or a copy is made anyway."""
+
+    operands: tuple[Dims | None, ...]
+    result: Dims | None
 
 
 class _Placement(NamedTuple):
@@ -121,9 +129,9 @@ class _Placed(NamedTuple):
     conflicts: dict[int, tuple[Operand, MemoryTranspose]]  # product -> where it first meets an earlier one in another order
 
 
-def physical_orders(graph: Graph, rules: Sequence[Rule]) -> PhysicalOrders:
-    """The orders of a step: each as its value is made, then the transposes that readers need."""
-    placed, with_views, written, conflicts = _placed(graph, rules)
+def physical_orders(graph: Graph, rules: Sequence[Rule], calls: Mapping[int, CallOrders] = MappingProxyType({})) -> PhysicalOrders:
+    """The orders of a step: each as its value is made, then the transposes that readers need; `calls` by op (`convolutions.py`)."""
+    placed, with_views, written, conflicts = _placed(graph, rules, calls)
     later, first = [], dict[Operand, bool]()
     for product, (operand, move) in conflicts.items():
         later.append(last := _last_of_chain(graph, product))
@@ -134,7 +142,7 @@ def physical_orders(graph: Graph, rules: Sequence[Rule]) -> PhysicalOrders:
     through = [
         op.traits.copy or (rule.fusion == "view" and not op.traits.border) for op, rule in zip(graph.ops, with_views, strict=True)
     ]
-    for v, readers in _unreadable(graph, rules, through, placed).items():
+    for v, readers in _unreadable(graph, rules, through, placed, calls).items():
         made = next(iter(readers.values())) if _is_made_for(graph, rules, through, v, readers) else None
         if made is not None:
             written[v] = made.untiled
@@ -149,11 +157,13 @@ def physical_orders(graph: Graph, rules: Sequence[Rule]) -> PhysicalOrders:
     return PhysicalOrders(tuple(x.order for x in placed), tuple(with_views), tuple(sorted(later)), written, transposed)
 
 
-def _placed(graph: Graph, rules: Sequence[Rule]) -> _Placed:
+def _placed(graph: Graph, rules: Sequence[Rule], calls: Mapping[int, CallOrders]) -> _Placed:
     """Every value in the order in which it is made."""
     placed = _Placed([], list(rules), {}, {})
     for at, (op, rule) in enumerate(zip(graph.ops, rules, strict=True)):
-        new = _as_made(graph, op, rule, placed.values)
+        order = calls[at].result if at in calls else None
+        decides = op.outputs[0] - len(graph.values) if order is not None else 0  # before any product; the number of the same value
+        new = _as_made(graph, op, rule, placed.values) if order is None else _Placement(decides, order, (order,))
         if new is not None and op.traits.transpose and new.order != (plain := tuple(range(len(new.order)))):
             if new.product < inf and _all_take(graph, rules, op.outputs[0], new.order):
                 placed.rules[at] = replace(rule, fusion="view")
@@ -166,7 +176,7 @@ def _placed(graph: Graph, rules: Sequence[Rule]) -> _Placed:
                 if x.product < inf and x.order != new.order and not _fits(x.groups, new.order, op.outs[0].shape):
                     move = MemoryTranspose.between(graph.values[op.outputs[0]], x.order, new.order)
                     if not move.keeps_minor:
-                        placed.conflicts.setdefault(int(x.product), ((at, k), move))
+                        placed.conflicts.setdefault(int(x.product) % len(graph.values), ((at, k), move))
         row_major = (_Placement(inf, tuple(range(len(x.shape))), ()) for x in op.outs)
         placed.values.extend(row if new is None or len(new.order) != len(row.order) else new for row in row_major)
     return placed
@@ -255,11 +265,16 @@ def _parts(before: Dims, after: Dims) -> Iterator[tuple[Dims, Dims]]:
 
 
 def _unreadable(
-    graph: Graph, rules: Sequence[Rule], through: Sequence[bool], placed: Sequence[_Placement]
+    graph: Graph, rules: Sequence[Rule], through: Sequence[bool], placed: Sequence[_Placement], calls: Mapping[int, CallOrders]
 ) -> dict[int, dict[Operand, MemoryTranspose]]:
     """Array -> operands of products that are this array, but do not read it as it lies -> how it is transposed for them."""
     out: dict[int, dict[Operand, MemoryTranspose]] = {}
     for at, op in enumerate(graph.ops):
+        for k, order in enumerate(calls[at].operands if at in calls and at not in graph.dead else ()):
+            v = op.inputs[k]
+            if v is not None and order is not None and not _fits((order,), placed[v].order, op.ins[k].shape):
+                array = graph.origin(v, through.__getitem__)
+                out.setdefault(array, {})[at, k] = MemoryTranspose.between(graph.values[v], placed[v].order, order)
         for k in _operands_read(op, rules[at]) if at not in graph.dead else ():
             v, (batch, contracted, own) = op.inputs[k], operand_groups(op, k)
             rows = tuple((d,) for d in own) if k == 0 and not batch else (own,)  # need not lie together (fact: layout-split-rows)
