@@ -14,9 +14,12 @@ from shardplan.costs.convolution_calls import local_sizes
 from shardplan.costs.space import StepFacts
 from shardplan.ir.parse import parse
 from shardplan.mesh import rates
+from shardplan.mesh.cluster import Cluster
 from shardplan.mesh.layout import MeshShape
 from shardplan.xla import available, compile
 from shardplan.xla.hlo.products import products
+from shardplan.xla_model.convolutions import call_orders
+from shardplan.xla_model.physical_order import physical_orders
 
 needs_gpu_compiler = pytest.mark.skipif(not available(), reason='needs pip install "shardplan[gpu-check]"')
 MESH = AbstractMesh((8,), ("data",), axis_types=(AxisType.Auto,))
@@ -118,6 +121,36 @@ def test_unevenly_padded_input_is_copied_once_for_both_calls_that_read_it():
     readers = [at for at, op in enumerate(facts.graph.ops) if op.traits.convolution and op.ins[0].shape == args[0].shape]
     assert copy.times == pytest.approx(((SIZE + 2) / SIZE) ** 2)
     assert copy.op < copy.last and {copy.op, copy.last} <= {*readers}
+
+
+@needs_gpu_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("space", ["W", "HW", "DHW"])
+@pytest.mark.parametrize("gpu", ["h100", "a100", "b200"])
+def test_activations_of_convolutions_are_transposed_unless_channels_are_where_the_call_has_them(gpu, space, dtype):
+    """In a residual network, whose activations all take the order of its convolutions."""
+    device, size = Cluster.preset(gpu).device, {"N": 4, "D": 8, "H": 8, "W": 24, "C": 48}
+    for dims, weights in (f"N{space}C", f"{space}IO"), (f"NC{space}", f"OI{space}"):
+
+        def loss(ws, x, dims=dims, weights=weights):
+            for w in ws:
+                x = x + jax.nn.relu(jax.lax.conv_general_dilated(x, w, (1,) * len(space), "SAME", dimension_numbers=(dims, weights, dims)))
+            return (x.astype(jnp.float32) ** 2).mean()
+
+        of = {"I": 48, "O": 48, "D": 3, "H": 3, "W": 3}
+        image = jax.ShapeDtypeStruct([size[d] for d in dims], dtype)
+        args = [jax.ShapeDtypeStruct([of[d] for d in weights], dtype)] * 2, image
+        done = compile(jax.grad(loss), *args, target=f"{gpu}:1")
+        labels = set(re.findall(r"dim_labels=b(\w+)_\w+->b(\w+)", done.text))
+        last = labels == {("".join(map(str, range(len(space)))) + "f",) * 2}
+        assert last or labels == {("f" + "".join(map(str, range(len(space)))),) * 2}
+        kernels = [i for i in done.module.computations[done.module.entry] if "transpose" in i.name]
+        moved = [x for i in kernels for x in i.arrays if x.size == image.size]
+        facts = StepFacts.of(parse(jax.make_jaxpr(jax.grad(loss))(*args)), MeshShape(("x",), (1,)), device)
+        orders = physical_orders(facts.graph, facts.rules, call_orders(facts.graph, device))
+        planned = any(facts.graph.ops[at].ins[k].size == image.size for at, some in orders.transposed.items() for k, _ in some)
+        assert bool(moved) == planned == (last != (dims[-1] == "C"))
 
 
 @needs_gpu_compiler

@@ -10,7 +10,8 @@ the dims anew. XLA transposes where a reader needs another order:
       -> times dot(..) -> [b, g, r, t, s]                         the later product is transposed to [b, g, s, t, r] before they meet
 
 A product reads an operand if the dims of each group (batch, contracted, own) lie one after the other, in their order. Else the kernel
-that makes it writes it so, if that is a fused one and nothing else needs the array; or a kernel of its own transposes it.
+that makes it writes it so, if that is a fused one and nothing else needs the array; or a kernel of its own transposes it. So does a
+convolution read and write its activations in one order (`convolutions.py`), which decides before any product's.
 
 Facts: layout-product-order, layout-product-operand, layout-split-rows, layout-transpose-into-product, layout-transpose-bitcast,
 layout-untiled-transpose.
