@@ -135,7 +135,8 @@ def test_activations_of_convolutions_are_transposed_unless_channels_are_where_th
 
         def loss(ws, x, dims=dims, weights=weights):
             for w in ws:
-                x = x + jax.nn.relu(jax.lax.conv_general_dilated(x, w, (1,) * len(space), "SAME", dimension_numbers=(dims, weights, dims)))
+                y = jax.lax.conv_general_dilated(x, w, (1,) * len(space), "SAME", dimension_numbers=(dims, weights, dims))
+                x = x + jax.nn.relu(y)
             return (x.astype(jnp.float32) ** 2).mean()
 
         of = {"I": 48, "O": 48, "D": 3, "H": 3, "W": 3}

@@ -163,8 +163,8 @@ def _equation(g: _Recorder, eqn, inputs, where: Path) -> Sequence[int | None]:
     inputs = [None if nothing or _is_empty(x) else v for v, x in zip(inputs, ins, strict=True)]
     more = {"operand_is_nonzero": True} if eqn.invars and _is_nonzero(eqn.invars[0]) else {}
     results = g.record(eqn.primitive.name, inputs, ins, outs, where, eqn.params, **more)
-    if eqn.primitive.name in KEEP_NUMBER and np.size(numbers[0]) == 1 and numbers[0] is not None:
-        g.numbers[results[0]] = numbers[0]
+    if eqn.primitive.name in KEEP_NUMBER and (number := numbers[0]) is not None and np.size(number) == 1:
+        g.numbers[results[0]] = number
     return results
 
 

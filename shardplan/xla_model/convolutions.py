@@ -77,7 +77,8 @@ def call_orders(graph: Graph, device: Device | None) -> dict[int, CallOrders]:
             specs = [lhs if lhs[0] == 0 else None, None, made if lhs[0] == 0 else None]
             if call.kind == "filter gradient":  # batch and channels are the other way round
                 specs = [(lhs[1], lhs[0], *lhs[2:]), (rhs[1], rhs[0], *rhs[2:]), None]
-            orders = [None if x is None or n != 1 else in_memory(x, op, is_hopper(device)) for x, n in zip(specs, call.sizes, strict=True)]
+            sizes = zip(specs, call.sizes, strict=True)
+            orders = [None if x is None or n != 1 else in_memory(x, op, is_hopper(device)) for x, n in sizes]
             out[at] = CallOrders((orders[0], orders[1]), orders[2])
     return out
 

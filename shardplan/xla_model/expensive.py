@@ -139,7 +139,7 @@ def _but_products(graph: Graph, rules: Sequence[Rule], kernels: Kernels) -> list
 
 
 def _sources_are_read(graph: Graph, kernels: Kernels, v: int, sources: Collection[int], where: Set[Kernel]) -> bool:
-    """Whether each of some kernels that compute a value would read all its sources even if it was in memory; those of gelu's tanh do."""
+    """Whether each of these kernels, which compute a value, would read all its sources anyway; those of gelu's tanh do."""
     return not any(some & where for some in _read_only_for(graph, kernels, v, sources).values())
 
 
