@@ -65,7 +65,7 @@ def factors(plan) -> list[dict[str, int]]:
     return found
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("kind", [AxisType.Auto, pytest.param(AxisType.Explicit, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("shape", "pinned"), [((8,), P()), ((8,), P("a")), ((2, 4), P("b")), ((2, 4), P(("a", "b")))])
 def test_same_numbers(shape, kind, pinned):
     args = drawn((model(8, 16, 32), S((64, 16), "float32"), S((64, 16), "float32")))
