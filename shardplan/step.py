@@ -33,6 +33,7 @@ from shardplan.plan.padded import cut, fill, held
 from shardplan.plan.planned import Planned
 from shardplan.plan.program import line_name, source_lines
 from shardplan.plan.reuse import SharedState, decisions_but_scalars, matching_pins, refuse_other_state, saved_decisions, shared_state
+from shardplan.plan.unknown import warn_of_unknown
 from shardplan.planned_step import PlanContext, PlannedStep
 from shardplan.processes import PROGRAM, Announcement, Announcements, Processes
 from shardplan.search.objective import NEAR_TIE
@@ -151,7 +152,7 @@ def _planned(
         plan = _solved(step, options, asked, context, near)
     except ShardingError as error:
         raise ShardingError(f"{error}\n  {room}") if room else error from None
-    _warn_of_unknown(plan)
+    warn_of_unknown(plan)
     if place:
         place.save(plan)
     fastest.append(plan)
@@ -203,20 +204,6 @@ def _log_planned(name: str, plan: Plan, before: Sequence[PlannedStep], seconds: 
     ]
     why = "; ".join(other[:3]) + ("; ..." if len(other) > 3 else "") or "static arguments, trees or weak types are others"
     LOG.warning("%s is planned again (%d plans now), in %.1f s: %s", name, len(before) + 1, seconds, why)
-
-
-def _warn_of_unknown(plan: Plan) -> None:
-    for text, source in plan.unknown:
-        primitive, _, why = text.removesuffix(")").partition(" (")
-        compute_s, gather_s = plan.context.planned.replicated_seconds(primitive, source)
-        price = (compute_s + gather_s) / (plan.seconds["total"] or 1.0)
-        share = f"{price:.0%}".replace("%", " %") if price >= 0.01 else "under 1 %"
-        why = f"\n  why: {why}" if why else ""
-        warn(
-            f"no rule for primitive {primitive!r} at {source}: it runs replicated, {share} of the step on every device "
-            f"({format_seconds(compute_s)} of compute, {format_seconds(gather_s)} of resharding its operands).{why}\n"
-            "  way out: shardplan.register_rule"
-        )
 
 
 def _place(options: AutoOptions, traced: Traced, asked: Options) -> CachedPlan | None:

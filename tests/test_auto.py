@@ -693,6 +693,27 @@ def test_what_the_planner_does_not_see_into_runs_whole(kind, opaque):
         same(shardplan.auto(mesh)(fun)(x), fun(x))
 
 
+def test_callbacks_that_take_no_time_are_one_warning_with_their_lines():
+    def checked(x):
+        for _ in range(2):
+            x = jax.pure_callback(lambda x: x + 1, x, x)
+        x = jax.pure_callback(lambda x: x + 1, x, x)
+        x = jax.pure_callback(lambda x: x + 1, x, x)
+        return jax.pure_callback(lambda x: x + 1, x, x)
+
+    def fun(w, x):
+        return checked(x[:1, :1]) + jnp.tanh(x @ w).sum()
+
+    mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    args = [jax.ShapeDtypeStruct((n, 1 << 14), jnp.float32) for n in (1 << 14, 1 << 18)]
+    with pytest.warns(ShardingWarning, match="no rule for primitive 'pure_callback'") as caught:
+        plan = shardplan.auto(mesh, cluster="h100")(fun).plan(*args)
+    (text,) = (str(w.message) for w in caught if "pure_callback" in str(w.message))
+    lines = sorted({source for _, source in plan.unknown})
+    assert len(lines) == 4 and all(line in text for line in lines[:3]) and " and on 1 more lines: it runs replicated" in text
+    assert "way out: put what computes under jax.shard_map" in text and "register_rule" not in text
+
+
 def accumulated(x):
     """A mutable array, written in a loop, read and frozen."""
     total = jax.new_ref(jnp.zeros_like(x[0]))

@@ -1,0 +1,42 @@
+"""What a plan says of ops that no rule is for: where they are, what they cost on every device, and the way out."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shardplan import _jax_kernels
+from shardplan.errors import warn
+from shardplan.units import format_seconds
+
+if TYPE_CHECKING:
+    from shardplan.plan.plan import Plan
+
+SOURCES_NAMED = 3
+"""How many lines a warning of an unknown primitive names."""
+CALLBACK_WAY = (
+    "put what computes under jax.shard_map; checks may stay as they are (those of equinox.error_if: EQX_ON_ERROR=nan drops them)"
+)
+"""Way out for Python functions that a step calls on the host."""
+
+
+def warn_of_unknown(plan: Plan) -> None:
+    """A warning for each op without a rule; one for all of a primitive that take less than a percent of the step each."""
+    places: dict[tuple, list[tuple[str, float, float]]] = {}
+    for text, source in plan.unknown:
+        compute_s, gather_s = plan.context.planned.replicated_seconds(text.partition(" (")[0], source)
+        large = compute_s + gather_s >= 0.01 * plan.seconds["total"]
+        places.setdefault((text, source if large else None), []).append((source, compute_s, gather_s))
+    for (text, _), some in places.items():
+        primitive, _, why = text.removesuffix(")").partition(" (")
+        sources, compute_s, gather_s = [*dict.fromkeys(x[0] for x in some)], sum(x[1] for x in some), sum(x[2] for x in some)
+        where = ", ".join(sources[:SOURCES_NAMED])
+        price = (compute_s + gather_s) / (plan.seconds["total"] or 1.0)
+        share = f"{price:.0%}".replace("%", " %") if price >= 0.01 else "under 1 %"
+        where += f" and on {len(sources) - SOURCES_NAMED} more lines" if len(sources) > SOURCES_NAMED else ""
+        why = f"\n  why: {why}" if why else ""
+        calls_back = any(primitive == p.name for p in _jax_kernels.CALLBACKS)
+        warn(
+            f"no rule for primitive {primitive!r} at {where}: it runs replicated, {share} of the step on every device "
+            f"({format_seconds(compute_s)} of compute, {format_seconds(gather_s)} of resharding its operands).{why}\n"
+            f"  way out: {CALLBACK_WAY if calls_back else 'shardplan.register_rule'}"
+        )
