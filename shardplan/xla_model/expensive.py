@@ -12,8 +12,18 @@ from math import inf
 from shardplan.ir.graph import Graph, Op
 from shardplan.mesh.device import Device, gpu_of_device_kind
 from shardplan.strategies.rule import Rule
-from shardplan.xla_model.kernel_groups import EXPENSIVE, Kernel, Kernels, is_expensive, kernels_of, read_array, seen_through
+from shardplan.xla_model.kernel_groups import (
+    EXPENSIVE,
+    Kernel,
+    Kernels,
+    computed_in,
+    is_expensive,
+    kernels_of,
+    read_array,
+    seen_through,
+)
 from shardplan.xla_model.overlapping_parts import overlapping, written_for_parts
+from shardplan.xla_model.physical_order import is_product
 from shardplan.xla_model.row_kernels import RowKernels
 
 LONGEST = ("erfc",)
@@ -49,7 +59,8 @@ def cheaper_to_read(
     written, inside, rows = kernels.written, kernels.inside, kernels.rows
     out: set[int] = set()
     parts, array = overlapping(graph, rules), partial(read_array, graph, rules)
-    fused = _but_products(graph, rules, kernels)
+    # XLA makes products first, which compute whatever they can for themselves
+    fused = computed_in(graph, written, kernels.own, lambda reader: not is_product(graph.ops[reader], rules[reader]))
     sources: list[dict[int, float]] = []
     drawn: list[bool] = []  # per value, whether a kernel that computes it draws random numbers
     for v, value in enumerate(graph.values):
@@ -123,19 +134,6 @@ def _handed_on(graph: Graph, rules: Sequence[Rule], kernels: Kernels, v: int) ->
     elementwise = [at for at in readers if rules[at].fusion == "loop" and not graph.ops[at].traits.border]
     same = (w for at in elementwise if inside[at] == inside[value.producer[0]] for w in graph.ops[at].outputs)
     return any(not kernels.written[w] and graph.values[w].bytes <= value.bytes for w in same)
-
-
-def _but_products(graph: Graph, rules: Sequence[Rule], kernels: Kernels) -> list[set[Kernel]]:
-    """Per op, the kernels that compute it but for products, which XLA fuses first: they compute whatever they can for themselves."""
-    out: list[set[Kernel]] = [set() for _ in graph.ops]
-    for at in reversed(range(len(graph.ops))):
-        for v in () if at in graph.dead else graph.ops[at].outputs:
-            for reader, _ in graph.values[v].consumers if not kernels.written[v] else ():
-                if not graph.ops[reader].traits.matmul or rules[reader].fusion != "none":
-                    out[at] |= out[reader]
-            if kernels.written[v] and not graph.ops[at].traits.moves_nothing:
-                out[at].add(kernels.own[at])
-    return out
 
 
 def _sources_are_read(graph: Graph, kernels: Kernels, v: int, sources: Collection[int], where: Set[Kernel]) -> bool:

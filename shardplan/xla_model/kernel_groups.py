@@ -14,7 +14,7 @@ fusion-rows-exponentials.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence, Set
+from collections.abc import Callable, Collection, Sequence, Set
 from dataclasses import dataclass
 from itertools import pairwise
 from math import inf
@@ -129,14 +129,21 @@ def _grouped_kernels(
         (*key, -1 - at if rows.behind[at] or joined[at] else reduced or first.get(key))
         for at, (key, reduced) in enumerate(zip(homes, over, strict=True))
     ]
-    inside: list[set[Kernel]] = [set() for _ in graph.ops]
+    return Kernels(own, computed_in(graph, written, own), written, rows)
+
+
+def computed_in(
+    graph: Graph, written: Sequence[bool], own: Sequence[Kernel], counts: Callable[[int], bool] = lambda reader: True
+) -> list[set[Kernel]]:
+    """Per op, the kernels that compute it: its own where it writes, else those of all readers that count."""
+    out: list[set[Kernel]] = [set() for _ in graph.ops]
     for at in reversed(range(len(graph.ops))):
         for v in () if at in graph.dead else graph.ops[at].outputs:
             if not written[v]:
-                inside[at].update(*(inside[reader] for reader, _ in graph.values[v].consumers))
+                out[at].update(*(out[reader] for reader, _ in graph.values[v].consumers if counts(reader)))
             elif not graph.ops[at].traits.moves_nothing:
-                inside[at].add(own[at])
-    return Kernels(own, inside, written, rows)
+                out[at].add(own[at])
+    return out
 
 
 Home = tuple[int, int, bool, int]

@@ -10,11 +10,11 @@ the dims anew. XLA transposes where a reader needs another order:
       -> times dot(..) -> [b, g, r, t, s]                         the later product is transposed to [b, g, s, t, r] before they meet
 
 A product reads an operand if the dims of each group (batch, contracted, own) lie one after the other, in their order. Else the kernel
-that makes it writes it so, if that is a fused one and nothing else needs the array; or a kernel of its own transposes it. So does a
-convolution read and write its activations in one order (`convolutions.py`), which decides before any product's.
+that makes it writes it so, if that is a fused one and nothing else needs the array; or a kernel of its own transposes it. A convolution
+reads and writes its activations in one order (`convolutions.py`), which elementwise work keeps rather than any product's.
 
 Facts: layout-product-order, layout-product-operand, layout-split-rows, layout-transpose-into-product, layout-transpose-bitcast,
-layout-untiled-transpose.
+layout-untiled-transpose, convolution-channels.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class CallOrders(NamedTuple):
 class _Placement(NamedTuple):
     """How a value lies in memory."""
 
-    product: float  # the result whose order it has; infinite where it is no product's
+    product: float  # the result whose order it has, counted from the last value if it is a call's; infinite where it is neither's
     order: Dims
     groups: Groups  # of that product's result, as dims of this value; () where it was reshaped
 
@@ -162,9 +162,7 @@ def _placed(graph: Graph, rules: Sequence[Rule], calls: Mapping[int, CallOrders]
     """Every value in the order in which it is made."""
     placed = _Placed([], list(rules), {}, {})
     for at, (op, rule) in enumerate(zip(graph.ops, rules, strict=True)):
-        order = calls[at].result if at in calls else None
-        decides = op.outputs[0] - len(graph.values) if order is not None else 0  # before any product; the number of the same value
-        new = _as_made(graph, op, rule, placed.values) if order is None else _Placement(decides, order, (order,))
+        new = _as_made(graph, op, rule, placed.values, calls.get(at))
         if new is not None and op.traits.transpose and new.order != (plain := tuple(range(len(new.order)))):
             if new.product < inf and _all_take(graph, rules, op.outputs[0], new.order):
                 placed.rules[at] = replace(rule, fusion="view")
@@ -188,14 +186,16 @@ def is_product(op: Op, rule: Rule) -> bool:
     return op.traits.matmul and rule.fusion == "none"
 
 
-def _as_made(graph: Graph, op: Op, rule: Rule, placed: Sequence[_Placement]) -> _Placement | None:
+def _as_made(graph: Graph, op: Op, rule: Rule, placed: Sequence[_Placement], call: CallOrders | None) -> _Placement | None:
     """How the results of an op lie; None where that is row-major for want of a reason."""
+    if call is not None and call.result is not None:
+        return _Placement(op.outputs[0] - len(graph.values), call.result, (call.result,))
     if is_product(op, rule):
         return _Placement(op.outputs[0], _written_order(graph, op), result_groups(op))
     if _is_elementwise(op, rule):
         plain = tuple(range(len(op.outs[0].shape)))
         same = (x for _, x in _same_shape(op, placed))
-        return min(same, key=lambda x: (x.product, x.order == plain), default=None)  # the earliest product decides
+        return min(same, key=lambda x: (x.product, x.order == plain), default=None)  # the earliest call or else product decides
     v = op.inputs[0] if op.inputs else None
     if v is None or op.traits.border or len(op.outputs) != 1:
         return None
@@ -268,24 +268,28 @@ def _parts(before: Dims, after: Dims) -> Iterator[tuple[Dims, Dims]]:
 def _unreadable(
     graph: Graph, rules: Sequence[Rule], through: Sequence[bool], placed: Sequence[_Placement], calls: Mapping[int, CallOrders]
 ) -> dict[int, dict[Operand, MemoryTranspose]]:
-    """Array -> operands of products that are this array, but do not read it as it lies -> how it is transposed for them."""
+    """Array -> operands of products and calls that are this array, but do not read it as it lies -> how it is transposed for them."""
     out: dict[int, dict[Operand, MemoryTranspose]] = {}
     for at, op in enumerate(graph.ops):
-        for k, order in enumerate(calls[at].operands if at in calls and at not in graph.dead else ()):
+        for k, groups, to in _reads(op, rules[at], calls.get(at)) if at not in graph.dead else ():
             v = op.inputs[k]
-            if v is not None and order is not None and not _fits((order,), placed[v].order, op.ins[k].shape):
-                array = graph.origin(v, through.__getitem__)
-                out.setdefault(array, {})[at, k] = MemoryTranspose.between(graph.values[v], placed[v].order, order)
-        for k in _operands_read(op, rules[at]) if at not in graph.dead else ():
-            v, (batch, contracted, own) = op.inputs[k], operand_groups(op, k)
-            rows = tuple((d,) for d in own) if k == 0 and not batch else (own,)  # need not lie together (fact: layout-split-rows)
-            if v is not None and not _fits((batch, contracted, *rows), placed[v].order, op.ins[k].shape):
-                plain = tuple(range(len(op.ins[k].shape)))
-                matrices = op.traits.matmul and _is_batched_matmul(op)
-                to = plain if matrices else batch + (contracted + own if k else own + contracted)
+            if v is not None and not _fits(groups, placed[v].order, op.ins[k].shape):
                 array = graph.origin(v, through.__getitem__)
                 out.setdefault(array, {})[at, k] = MemoryTranspose.between(graph.values[v], placed[v].order, to)
     return out
+
+
+def _reads(op: Op, rule: Rule, call: CallOrders | None) -> Iterator[tuple[int, Groups, Dims]]:
+    """Operands of a call or a product: number, groups of dims that lie together, and the order that a transpose for it makes."""
+    for k, order in enumerate(call.operands if call else ()):
+        if order is not None:
+            yield k, (order,), order
+    for k in _operands_read(op, rule):
+        batch, contracted, own = operand_groups(op, k)
+        rows = tuple((d,) for d in own) if k == 0 and not batch else (own,)  # need not lie together (fact: layout-split-rows)
+        matrices = op.traits.matmul and _is_batched_matmul(op)
+        plain = tuple(range(len(op.ins[k].shape)))
+        yield k, (batch, contracted, *rows), plain if matrices else batch + (contracted + own if k else own + contracted)
 
 
 def _operands_read(op: Op, rule: Rule) -> tuple[int, ...]:
