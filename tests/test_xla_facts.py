@@ -132,6 +132,21 @@ def test_a_sliced_sum_is_scattered_if_there_is_a_sum_over_the_other_axis(other):
     assert found == (parts if other else ["all-reduce over data,model: f32[512,1024]"])
 
 
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_sum_that_is_sliced_over_all_its_axes_is_scattered_unless_it_is_read_whole(whole):
+    axes = ("data", "model")
+
+    def fn(x, w, z):
+        y = x @ w
+        read = constrain(y, s(None, None)) * 3 if whole else 0
+        return constrain(constrain(y, s(None, None)), s(axes, None)) * 2, constrain(z.sum(0), s(None)), read
+
+    outs = (s(axes, None), s(), s(None, None) if whole else s())
+    found = emitted(fn, a(B, D), a(D, D), a(B, D), ins=(s(None, axes), s(axes, None), s(axes, None)), outs=outs)
+    apart = ["all-reduce over data,model: f32[1024]", "reduce-scatter over data,model: f32[512,1024]"]
+    assert found == (["all-reduce over data,model: f32:524288 + f32[1024]"] if whole else apart)
+
+
 def test_a_product_replicated_over_an_axis_may_be_sharded_over_it_and_permuted_unless_constrained():
     def fn(*between):
         def product(x, w):

@@ -23,6 +23,7 @@ import numpy as np
 from shardplan.costs.array_edges import ArrayEdge
 from shardplan.costs.options import CostCorrections
 from shardplan.costs.pricing import CombinedGroups, CombinedPrices, Pricing
+from shardplan.costs.sliced_sums import scattered, slices_sum
 from shardplan.costs.space import StrategySpace
 from shardplan.costs.split_products import local_groups
 from shardplan.costs.states import PS, StateBlocks
@@ -234,10 +235,18 @@ class CostNetwork:
 
         With `ops`, only of arrays that one of these makes or reads.
         """
-        for i, j, k, v, template in self.space.edge_ends.resharded(strategies, ops):
-            before, after = template.result_layouts[strategies[i]], template.operand_layouts[strategies[j]]
-            if j not in retained and (steps := self.path(j, k, before, after)):
-                yield j, k, v, steps
+        space = self.space
+        for edge in space.edge_ends.resharded(strategies, ops):
+            if edge.consumer not in retained and (steps := self._edge_path(edge, strategies)):
+                if slices_sum(steps):
+                    every = (self._edge_path(other, strategies) for other in space.edges_of[edge.value])
+                    steps = scattered(steps, every, space.mesh, space.cluster)
+                yield edge.consumer, edge.operand, edge.value, steps
+
+    def _edge_path(self, edge: ArrayEdge, strategies: Sequence[int] | np.ndarray) -> tuple[ReshardStep, ...]:
+        """The reshard path of an array edge."""
+        i, j, k, _, template = edge
+        return self.path(j, k, template.result_layouts[strategies[i]], template.operand_layouts[strategies[j]])
 
     def regathers(self, strategies: Sequence[int] | np.ndarray, retained: Collection[int]) -> dict[int, int]:
         """Copy -> how many times its array was gathered and freed before.

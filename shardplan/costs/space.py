@@ -298,6 +298,14 @@ class StrategySpace:
         return tuple(array_edges(self.graph, self.facts.arrays, self.strategies, self.layout_lists))
 
     @cached_property
+    def edges_of(self) -> Mapping[int, Sequence[ArrayEdge]]:
+        """Value -> its array edges, in program order."""
+        found: dict[int, list[ArrayEdge]] = {}
+        for edge in self.array_edges:
+            found.setdefault(edge.value, []).append(edge)
+        return found
+
+    @cached_property
     def exchanging(self) -> tuple[int, ...]:
         """The ops of which shards may need something of each other, such as halos."""
         return tuple(i for i, rule in enumerate(self.rules) if rule.exchanged)
