@@ -1,6 +1,6 @@
 """A sum that is completed and then sliced over all its axes: if nothing reads it whole, XLA reduce-scatters it instead.
 
-    all-reduce over x, y -> slice over x, y     of one reader, or of readers that all slice alike: a reduce-scatter over x, y
+    all-reduce over x, y -> slice over x, y     of the only reader, or of each of them: a reduce-scatter over x, y
     all-reduce over x, y -> slice over x        stays: other sums over x, y are combined with the all-reduce
     all-reduce over x, y -> slice over x, y     of one reader, while another one reads the whole sum: stays
 
