@@ -240,7 +240,7 @@ def _bounding(
     """Per value, resharders whose latencies are shared by all arrays that may be combined with it, and by none."""
     out: tuple[list[Resharder], ...] = ([], [])
     known: dict[tuple, tuple[Resharder, ...]] = {}
-    for factors, site in space.facts.moved:
+    for factors, site, _ in space.facts.moved:
         kinds = () if site.joint_size == 1 else COMBINABLE
         key = (factors, kinds, bool(kinds) and site.joint in full)
         if key not in known:

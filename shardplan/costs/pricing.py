@@ -96,11 +96,11 @@ def resharders(space: StrategySpace, resharder: Resharder, combined: CombinedGro
             known[group] = (*known.get(group, ()), (key, together))
     found: dict[int, Resharder] = {}
     for moved in {id(moved): moved for moved in space.facts.moved}.values():
-        factors, site = moved
+        factors, site, read_once = moved
         others = CombinedCollectives(site.group_size, COMBINE_THRESHOLD_BYTES) if combined is None else UNCOMBINED
         # A gradient that is both reduce-scattered and gathered would be all-reduced: only its reductions count as combined.
         kinds = SUMS if site.collective_class == "gradient" else COMBINABLE
-        found[id(moved)] = resharder.sending(factors).combining(others, kinds, known.get(site.group, ()))
+        found[id(moved)] = resharder.sending(factors).combining(others, kinds, known.get(site.group, ()), read_once)
     return tuple(found[id(moved)] for moved in space.facts.moved)
 
 

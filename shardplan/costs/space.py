@@ -47,6 +47,7 @@ class MovedArray(NamedTuple):
 
     byte_factors: Factors
     site: CollectiveSite
+    read_once: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,7 +121,7 @@ class StepFacts:
         known: dict[MovedArray, MovedArray] = {}
         values = enumerate(zip(self.graph.values, self.collective_sites, strict=True))
         found = (
-            MovedArray(byte_factors(x.dtype, self.partial_bytes_ratio(v), widened_fraction(self.graph, v)), site)
+            MovedArray(byte_factors(x.dtype, self.partial_bytes_ratio(v), widened_fraction(self.graph, v)), site, len(x.consumers) == 1)
             for v, (x, site) in values
         )
         return tuple(known.setdefault(x, x) for x in found)

@@ -72,6 +72,7 @@ class Resharder:
         known: the arrays that are really combined, by kind and axes; they win over `combined`.
         sliced_sums: whether a path may complete a sum and then slice it. XLA does so where the all-reduces are combined, and may
             reduce-scatter otherwise.
+        sliced_wholly: whether it may be sliced over all its axes at once, which XLA leaves so only where something else reads it whole.
         byte_factors: (kind, factor) of collectives that send `factor` times the bytes of the array.
         kernels: whether kernels count that fill and empty a collective's buffer, and slices; in lower bounds they may count not at
             all, or alone.
@@ -84,6 +85,7 @@ class Resharder:
     combinable: tuple[str, ...] = ()
     known: KnownGroups = ()
     sliced_sums: bool = False
+    sliced_wholly: bool = True
     byte_factors: tuple[tuple[str, float], ...] = ()
     kernels: Kernels = "all"
     shared_graphs: ReshardGraphs | None = None
@@ -97,11 +99,13 @@ class Resharder:
     def _graphs(self) -> ReshardGraphs:
         return self.shared_graphs or ReshardGraphs(self.mesh, self.cluster.reduce_scatter)
 
-    def combining(self, combined: CombinedCollectives, kinds: tuple[str, ...], known: KnownGroups = ()) -> Resharder:
-        """A resharder whose collectives are combined with those of other arrays and share their latency."""
+    def combining(
+        self, combined: CombinedCollectives, kinds: tuple[str, ...], known: KnownGroups = (), read_once: bool = False
+    ) -> Resharder:
+        """A resharder whose collectives are combined with those of other arrays; `read_once`: its array has one reader."""
         if combined.arrays == 1 and not known:
             return self
-        return self._variant(combined=combined, combinable=kinds, known=known, sliced_sums=True)
+        return self._variant(combined=combined, combinable=kinds, known=known, sliced_sums=True, sliced_wholly=not read_once)
 
     def sending(self, byte_factors: tuple[tuple[str, float], ...]) -> Resharder:
         """A resharder whose collectives send `factor` times the bytes of the array, by kind; others its bytes."""
@@ -206,7 +210,8 @@ class Resharder:
         total = math.prod(shape, start=float(itemsize))
         subgraph = part.graph.subgraph(tuple(shape[d] for d in query.dims), part.src, part.dst)
         if (subgraph, total) not in self._distances:
-            self._distances[subgraph, total] = _Distances(subgraph, total, self._priced(part.graph), self.sliced_sums)
+            prices, slices = self._priced(part.graph), (self.sliced_sums, self.sliced_wholly)
+            self._distances[subgraph, total] = _Distances(subgraph, total, prices, *slices)
         return self._distances[subgraph, total]
 
     def _priced(self, graph: ReshardGraph) -> np.ndarray:
@@ -238,8 +243,10 @@ class _Distances:
     Also known as multi-source Bellman-Ford, vectorised over sources.
     """
 
-    def __init__(self, subgraph: ReshardSubgraph, total_bytes: float, prices: np.ndarray, sliced_sums: bool):
-        self.subgraph, self.sliced_sums = subgraph, sliced_sums
+    def __init__(
+        self, subgraph: ReshardSubgraph, total_bytes: float, prices: np.ndarray, sliced_sums: bool = False, sliced_wholly: bool = True
+    ):
+        self.subgraph, self.sliced_sums, self.sliced_wholly = subgraph, sliced_sums, sliced_wholly
         self.bytes = total_bytes / subgraph.graph.class_shards[subgraph.classes] * subgraph.padding
         latency, per_byte, shared, kernel_latency, kernel_per_byte = np.moveaxis(prices[subgraph.classes], 2, 0)
         size = self.bytes[:, None]
@@ -303,13 +310,17 @@ class _Distances:
 
         Axes that the path sliced are not gathered again, nor axes that it scattered, which XLA turns into an all-reduce. A sum is
         not scattered along a dim that the path just scattered: XLA scatters over both axes at once. A completed sum is not
-        sliced, unless `sliced_sums`. Facts: partition-scatter-at-once, partition-sliced-sum. Axes stay on a dim that the start does not
+        sliced, unless `sliced_sums`, and not over all its axes at once, unless `sliced_wholly`. Facts: partition-scatter-at-once,
+        partition-sliced-sum, partition-sum-sliced-whole. Axes stay on a dim that the start does not
         shard, so a path passes through dims of its two ends alone, whatever other layouts are asked for with them.
         """
         graph, classes = self.subgraph.graph, self.subgraph.classes[group]
         summed = graph.outer_axes[classes] | (0 if self.sliced_sums else self.subgraph.slices[group])
-        never = (graph.gathers[classes][:, None] & ~graph.sharded[starts]) | (summed[:, None] & graph.partial[starts])
+        partial = graph.partial[starts]
+        never = (graph.gathers[classes][:, None] & ~graph.sharded[starts]) | (summed[:, None] & partial)
         never = (never | (left[:, None] & ~graph.sharded_dims[starts])) != 0
+        if not self.sliced_wholly:
+            never |= (partial != 0) & (self.subgraph.slices[group][:, None] & partial == partial)
         return np.where(never, np.inf, self.cost[group][:, None])
 
     def walk(self, src: int, dst: int) -> list[tuple[int, LayoutState]]:
