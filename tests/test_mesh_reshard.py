@@ -12,8 +12,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from shardplan import _jax
+from shardplan.costs.sliced_sums import scattered, slices_sum
 from shardplan.mesh import Cluster, Layout, MeshShape, Resharder, reshard_graph, seconds
-from shardplan.mesh.collective import UNCOMBINED, CombinedCollectives, staging_kernels
+from shardplan.mesh.collective import UNCOMBINED, CollectiveKey, CombinedCollectives, staging_kernels
 from shardplan.xla_model.combining import COMBINABLE, COMBINE_THRESHOLD_BYTES, byte_factors
 
 CLUSTERS = {name: Cluster.preset(name) for name in ("h100", "cpu")}
@@ -368,6 +369,30 @@ def test_a_sum_is_completed_and_sliced_only_where_it_is_combined_with_others():
     )
     assert [(s.kind, s.axes) for s in alone] == [("reduce-scatter", ("gpu",)), ("all-reduce", ("node",))]
     assert [(s.kind, s.axes) for s in merged] == [("all-reduce", ("node", "gpu")), ("slice", ("gpu",))]
+
+
+@pytest.mark.parametrize("axes", ["x", "xy"])
+def test_a_sum_of_one_reader_is_not_sliced_whole_though_all_reduces_share_their_latency(axes):
+    summed, whole, part = Layout(((), ()), tuple((a, "sum") for a in axes)), Layout(((), ())), Layout((tuple(axes), ()))
+    crowd = CombinedCollectives(1000, COMBINE_THRESHOLD_BYTES)
+    known = ((CollectiveKey("all-reduce", tuple(axes)), crowd),)
+    found = {
+        once: [s.kind for s in resharder(MESHES[1]).combining(UNCOMBINED, COMBINABLE, known, once).path((256, 8), 4, summed, part)]
+        for once in (False, True)
+    }
+    # XLA completes a sum that is sliced over one axis after the other, so that is a path, too.
+    assert found == {False: ["all-reduce", "slice"], True: ["reduce-scatter"] if axes == "x" else ["all-reduce", "slice", "slice"]}
+    # What prices leave to readers of several arrays is decided by all of them together.
+    steps = resharder(MESHES[1]).combining(UNCOMBINED, COMBINABLE, known).path((256, 8), 4, summed, part)
+    for shape, every, cluster, kinds in (
+        ((256, 8), [steps, steps], "h100", ["reduce-scatter"]),
+        ((256, 8), [steps, steps[:1]], "h100", ["all-reduce", "slice"]),
+        ((250, 8) if axes == "xy" else (255, 8), [steps], "h100", ["all-reduce", "slice"]),
+        ((256, 8), [steps], "cpu", ["all-reduce", "slice"]),
+    ):
+        emitted = scattered(steps, every, shape, MESHES[1], CLUSTERS[cluster])
+        assert [step.kind for step in emitted] == kinds and emitted[0].before == summed and emitted[-1].after == part
+    assert steps[0].after == whole and slices_sum(steps) and not slices_sum(steps[:1])
 
 
 def test_different_reductions_are_not_done_jointly():

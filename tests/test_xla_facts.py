@@ -132,6 +132,19 @@ def test_a_sliced_sum_is_scattered_if_there_is_a_sum_over_the_other_axis(other):
     assert found == (parts if other else ["all-reduce over data,model: f32[512,1024]"])
 
 
+def test_a_sum_that_is_sliced_over_one_axis_after_the_other_stays():
+    axes = ("data", "model")
+
+    def fn(x, w, z):
+        y = x @ w
+        for to in (s(None, None), s("data", None), s(axes, None)):
+            y = constrain(y, to)
+        return y * 2, constrain(z.sum(0), s(None))
+
+    found = emitted(fn, a(B, D), a(D, D), a(B, D), ins=(s(None, axes), s(axes, None), s(axes, None)), outs=(s(axes, None), s()))
+    assert found == ["all-reduce over data,model: f32:524288 + f32[1024]"]
+
+
 @pytest.mark.parametrize("whole", [False, True])
 def test_a_sum_that_is_sliced_over_all_its_axes_is_scattered_unless_it_is_read_whole(whole):
     axes = ("data", "model")

@@ -240,7 +240,7 @@ class CostNetwork:
             if edge.consumer not in retained and (steps := self._edge_path(edge, strategies)):
                 if slices_sum(steps):
                     every = (self._edge_path(other, strategies) for other in space.edges_of[edge.value])
-                    steps = scattered(steps, every, space.mesh, space.cluster)
+                    steps = scattered(steps, every, space.graph.values[edge.value].shape, space.mesh, space.cluster)
                 yield edge.consumer, edge.operand, edge.value, steps
 
     def _edge_path(self, edge: ArrayEdge, strategies: Sequence[int] | np.ndarray) -> tuple[ReshardStep, ...]:
