@@ -382,7 +382,7 @@ def test_a_sum_of_one_reader_is_not_sliced_whole_though_all_reduces_share_their_
     }
     # XLA completes a sum that is sliced over one axis after the other, so that is a path, too.
     assert found == {False: ["all-reduce", "slice"], True: ["reduce-scatter"] if axes == "x" else ["all-reduce", "slice", "slice"]}
-    # What prices leave to readers of several arrays is decided by all of them together.
+    # Prices leave the path to several readers of an array: what all of them do decides what XLA emits.
     steps = resharder(MESHES[1]).combining(UNCOMBINED, COMBINABLE, known).path((256, 8), 4, summed, part)
     for shape, every, cluster, kinds in (
         ((256, 8), [steps, steps], "h100", ["reduce-scatter"]),

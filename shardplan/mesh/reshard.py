@@ -210,8 +210,8 @@ class Resharder:
         total = math.prod(shape, start=float(itemsize))
         subgraph = part.graph.subgraph(tuple(shape[d] for d in query.dims), part.src, part.dst)
         if (subgraph, total) not in self._distances:
-            prices, slices = self._priced(part.graph), (self.sliced_sums, self.sliced_wholly)
-            self._distances[subgraph, total] = _Distances(subgraph, total, prices, *slices)
+            prices = self._priced(part.graph)
+            self._distances[subgraph, total] = _Distances(subgraph, total, prices, self.sliced_sums, self.sliced_wholly)
         return self._distances[subgraph, total]
 
     def _priced(self, graph: ReshardGraph) -> np.ndarray:
@@ -243,9 +243,7 @@ class _Distances:
     Also known as multi-source Bellman-Ford, vectorised over sources.
     """
 
-    def __init__(
-        self, subgraph: ReshardSubgraph, total_bytes: float, prices: np.ndarray, sliced_sums: bool = False, sliced_wholly: bool = True
-    ):
+    def __init__(self, subgraph: ReshardSubgraph, total_bytes: float, prices: np.ndarray, sliced_sums: bool, sliced_wholly: bool):
         self.subgraph, self.sliced_sums, self.sliced_wholly = subgraph, sliced_sums, sliced_wholly
         self.bytes = total_bytes / subgraph.graph.class_shards[subgraph.classes] * subgraph.padding
         latency, per_byte, shared, kernel_latency, kernel_per_byte = np.moveaxis(prices[subgraph.classes], 2, 0)
