@@ -16,7 +16,7 @@ from shardplan.mesh.cluster import Cluster
 from shardplan.mesh.layout import MeshShape
 from shardplan.xla import available, compile
 from shardplan.xla_model.copies import with_copies
-from shardplan.xla_model.liveness import live_intervals
+from shardplan.xla_model.liveness import live_intervals, takes_over_buffer
 from shardplan.xla_model.overlap_windows import OverlapWindows
 
 X = np.linspace(0.5, 2.0, 16, dtype=np.float32).reshape(4, 4)
@@ -125,6 +125,25 @@ def test_rule_14_results_of_two_branches_are_not_held_at_once():
     live = live_intervals(graph, [True] * len(graph.values), [False] * len(graph.ops))
     first, second = (live[op.outputs[0]] for op in graph.ops if op.primitive == "dot_general")
     assert first is not None and second is not None and first[1] < second[0]
+
+
+def test_rule_16_a_copy_takes_over_no_buffer_that_a_loop_reads_in_every_round():
+    """As gradient accumulation looks up rows of a table; else the table would be in memory twice."""
+
+    def step(table, w, ids):
+        def add(total, some):
+            return total + jax.grad(lambda table: jnp.tanh(table[some] @ w).mean())(table), None
+
+        return table - jax.lax.scan(add, jnp.zeros_like(table), ids)[0]
+
+    shapes = ((1 << 12, 128), jnp.float32), ((128, 256), jnp.float32), ((8, 64), jnp.int32)
+    mesh = AbstractMesh((2, 4), ("data", "model"))
+    plan = shardplan.auto(mesh, donate_argnums=0, cluster="h100")(step).plan(*(jax.ShapeDtypeStruct(*x) for x in shapes))
+    space = plan.context.planned.space
+    reads = ((at, op.inputs[0]) for at, op in enumerate(space.graph.ops) if op.traits.copy)
+    made = [(at, space.graph.ops[space.graph.values[v].producer[0]]) for at, v in reads if v is not None]
+    copies = [at for at, maker in made if maker.traits.loop_const]
+    assert copies and not any(takes_over_buffer(space.graph, space.materialised, at) for at in copies)
 
 
 @pytest.mark.slow
