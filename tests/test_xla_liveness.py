@@ -127,22 +127,40 @@ def test_rule_14_results_of_two_branches_are_not_held_at_once():
     assert first is not None and second is not None and first[1] < second[0]
 
 
-def test_rule_16_a_copy_takes_over_no_buffer_that_a_loop_reads_in_every_round():
-    """As gradient accumulation looks up rows of a table; else the table would be in memory twice."""
+def looks_up_in_rounds(table, w, ids):
+    """As gradient accumulation does: the loop reads the table in every round."""
 
-    def step(table, w, ids):
-        def add(total, some):
-            return total + jax.grad(lambda table: jnp.tanh(table[some] @ w).mean())(table), None
+    def add(total, some):
+        return total + jax.grad(lambda table: jnp.tanh(table[some] @ w).mean())(table), None
 
-        return table - jax.lax.scan(add, jnp.zeros_like(table), ids)[0]
+    return table - jax.lax.scan(add, jnp.zeros_like(table), ids)[0]
 
-    shapes = ((1 << 12, 128), jnp.float32), ((128, 256), jnp.float32), ((8, 64), jnp.int32)
+
+def looks_up_in_a_branch(table, w, ids):
+    def loss(table):
+        return jax.lax.cond(ids[0, 0] > 0, lambda t: jnp.tanh(t[ids] @ w).mean(), lambda t: jnp.sin(t[ids] @ w).mean(), table)
+
+    return table - jax.grad(loss)(table)
+
+
+def looks_up_anew(table, w, ids):
+    """The backward pass reads the table behind a barrier, which keeps XLA from using what it computed before."""
+    layer = jax.checkpoint(lambda table, h: jnp.tanh(h @ table[:128]) @ w)
+    return table - jax.grad(lambda table: layer(table, jnp.tanh(layer(table, table[ids]))).mean())(table)
+
+
+@pytest.mark.parametrize(
+    "border, step", [("loop_const", looks_up_in_rounds), ("branch_in", looks_up_in_a_branch), ("barrier", looks_up_anew)]
+)
+def test_rule_16_a_copy_takes_over_no_alias(border, step):
+    """Else an input that a loop, a branch or a recomputed layer reads a copy of would be in memory twice."""
+    shapes = ((1 << 12, 128), jnp.float32), ((128, 128), jnp.float32), ((8, 64), jnp.int32)
     mesh = AbstractMesh((2, 4), ("data", "model"))
     plan = shardplan.auto(mesh, donate_argnums=0, cluster="h100")(step).plan(*(jax.ShapeDtypeStruct(*x) for x in shapes))
     space = plan.context.planned.space
     reads = ((at, op.inputs[0]) for at, op in enumerate(space.graph.ops) if op.traits.copy)
     made = [(at, space.graph.ops[space.graph.values[v].producer[0]]) for at, v in reads if v is not None]
-    copies = [at for at, maker in made if maker.traits.loop_const]
+    copies = [at for at, maker in made if maker.primitive == border]
     assert copies and not any(takes_over_buffer(space.graph, space.materialised, at) for at in copies)
 
 

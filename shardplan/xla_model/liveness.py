@@ -28,8 +28,8 @@ def takes_over_buffer(graph: Graph, materialised: Sequence[bool], at: int) -> bo
     """Whether op `at` is a copy, and the only reader of a value in memory, which dies with it.
 
     A slice that is not written has no buffer, nor has what it is cut from: whoever reads a copy of it computes both (fact:
-    liveness-unwritten-slice). Nor have zeros and what a scatter makes of them if it writes into something else instead. An operand that
-    a loop reads in every round outlives its copies.
+    liveness-unwritten-slice). Nor have zeros and what a scatter makes of them if it writes into something else instead. Nor has an
+    alias: what a loop, a branch or a recomputed layer reads is somebody else's buffer.
     """
     v = graph.ops[at].inputs[0] if graph.ops[at].traits.copy else None
     if v is None or len(graph.values[v].consumers) > 1:
@@ -37,8 +37,7 @@ def takes_over_buffer(graph: Graph, materialised: Sequence[bool], at: int) -> bo
     maker = graph.ops[graph.values[v].producer[0]]
     sliced = maker.traits.reads_part or all(graph.ops[j].traits.reads_part for j in graph.readers(graph.ops[at].outputs[0]))
     summed = maker.traits.scatter or maker.scalar_broadcast
-    outlives = maker.traits.persistent or maker.traits.loop_const
-    return not outlives and (materialised[v] or maker.traits.border or not (sliced or summed))
+    return not (maker.traits.persistent or maker.traits.alias) and (materialised[v] or maker.traits.border or not (sliced or summed))
 
 
 def live_intervals(
