@@ -38,7 +38,7 @@ LOOP_S = 1e-8
 JOINED_LAST = (*reversed(COMBINABLE), None)
 """Kinds of collectives, those first that XLA combines last; None: all, and products, which it merges before."""
 
-SHARED_ACROSS_OPTIONS = "_merged", "_joined", "_task_seconds", "_members", "_orders"
+SHARED_ACROSS_OPTIONS = "_merged", "_joined", "_task_seconds", "_members", "_orders", "_inner_loops", "_timelines"
 """Cached properties that two programs share if their options have the same combine thresholds, and both a profile or none."""
 
 Member = tuple[Literal["task", "loop"], int]
@@ -285,8 +285,28 @@ class DecidedProgram:
 
     def _computation(self, home: int, pipelined: bool = True) -> tuple[Timeline, bool]:
         """The timeline of one run of a computation, and whether it has collectives; without those that are pipelined, or with them."""
-        found, nested, *_ = self.listed(home, pipelined)
-        return schedule(found, nested, self.hides), any(task.collective or task.has_collectives for task in found)
+        key = home, pipelined, self.hides, tuple(map(self._pipelining, self._inner_loops[home]))
+        if (known := self._timelines.get(key)) is None:
+            found, nested, *_ = self.listed(home, pipelined)
+            collectives = any(task.collective or task.has_collectives for task in found)
+            known = self._timelines[key] = schedule(found, nested, self.hides), collectives
+        return known
+
+    @cached_property
+    def _timelines(self) -> dict[tuple, tuple[Timeline, bool]]:
+        """What `_computation` found, by all that options change of it."""
+        return {}
+
+    @cached_property
+    def _inner_loops(self) -> dict[int, list[int]]:
+        """By computation, the loops that it is or holds, however deep."""
+        holders = self.graph.loop_holders[:-1]
+        return {home: [n for n, around in enumerate(holders) if home in around] for home in (OUTSIDE, *range(len(holders)))}
+
+    def _pipelining(self, loop: int) -> tuple:
+        """What the options change of a loop's rounds."""
+        ahead, later = map(tuple, self._pipelined.get(loop, ((), ())))
+        return ahead, later, self.options.double_buffering if ahead or later else False
 
     def round_s(self, loop: int, pipelined: bool = True) -> float:
         """Seconds of one round of a loop; without what is pipelined, or with it."""
