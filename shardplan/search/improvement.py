@@ -23,6 +23,7 @@ import numpy as np
 
 from shardplan.costs.network import CostNetwork
 from shardplan.costs.pricing import Pricing
+from shardplan.costs.states import PS
 from shardplan.costs.task import Candidate, PlanningTask
 from shardplan.ilp.solver.deadline import Deadline
 from shardplan.ilp.solver.problem import Solution
@@ -30,17 +31,21 @@ from shardplan.mesh.layout import Layout
 from shardplan.search.neighbourhood import Neighbourhood
 from shardplan.search.objective import GAIN, Candidates, Judged
 
-OPS = 60_000
-"""Ops of all changes together."""
+OPS = 40_000
+"""Ops of all changes together ..."""
 
-IN_VAIN = 30_000
-"""Ops of all changes together since the last one that made the step faster by `GAIN`."""
+IN_VAIN = 20_000
+"""... and since the last one that made the step faster by `GAIN`; of both, a part where little can be gained."""
+
+WIDE_GAP = 0.03
+"""Fraction that the best plan may take more than the bound; where it is less, so much less is searched."""
 
 WHOLE, SMALL, JUDGED = 4.0, 0.4, 0.6
 """Parts of the ops that a change counts: for states of the whole network, for those of a part of it, and for judging them."""
 
-MOST_LOSS = 0.2
-"""A change is not judged if the network prices it as slower by more than this fraction of the step."""
+MOST_LOSS = 0.02
+"""A change is not judged if the network prices it as slower by more than this fraction of the step, or as equally fast: of 612 changes
+of 23 steps, the 194 that are slower by 1 % or more, and the 50 that are equally fast, made no step faster."""
 
 RESULTS = 6_000
 """Ops of all changes of results together: they seldom lead to a faster plan, and if so early."""
@@ -65,7 +70,10 @@ class Change(NamedTuple):
 
 def improve(found: Candidates, deadline: Deadline) -> None:
     """Adds plans near the best ones to `found`, as long as that finds better ones and the ops last."""
-    search = _Improvement(found)
+    assert found.best is not None
+    gap = 1 - found.bound / (PS * found.best.timeline.total_s)
+    effort = min(1.0, gap / WIDE_GAP)
+    search = _Improvement(found, effort, effort * OPS)
     for _ in range(STARTS):
         plan = search.start()
         while plan is not None:
@@ -75,7 +83,8 @@ def improve(found: Candidates, deadline: Deadline) -> None:
 @dataclass
 class _Improvement:
     found: Candidates
-    ops: float = OPS
+    effort: float
+    ops: float
     in_vain: float = 0.0
     results_left: float = RESULTS
     tried: set[tuple] = field(default_factory=set)
@@ -112,7 +121,7 @@ class _Improvement:
             if self.results_left < 0:  # which come last
                 return None
             states = near.solved_with(change.masks) if change.whole else near.states_with(change.masks)
-            if states is not None and states != best.states and network.problem.objective(states) <= most:
+            if states is not None and near.objective != network.problem.objective(states) <= most:
                 if not self.spend(n * JUDGED):
                     return None
                 judged = self.found.add(Candidate(network, Solution("feasible", states, 0.0, 0.0, tied=best.solution.tied)))
@@ -124,7 +133,7 @@ class _Improvement:
 
     def spend(self, ops: float) -> bool:
         """Counts ops, if so many are left."""
-        if min(self.ops, IN_VAIN - self.in_vain) < ops:
+        if min(self.ops, self.effort * IN_VAIN - self.in_vain) < ops:
             return False
         self.ops -= ops
         self.in_vain += ops
