@@ -133,7 +133,7 @@ def test_a_step_with_a_profile_is_ordered_by_its_own_seconds():
     def tasks(**options):
         found = shardplan.auto(MESH, static_argnames="scanned", pins=SHARDED, **options)(step).plan(*arguments(), scanned=False)
         planned = found.context.planned
-        return planned.program(planned.xla).listed(OUTSIDE)[0]
+        return planned.program(planned.xla).listed(OUTSIDE)[0].tasks
 
     estimated, profiled = (tasks(cluster="h100", compiler_options=own) for own in (None, {PROFILE: "profile.pbtxt"}))
     assert all(t.estimated_s == t.seconds for t in profiled)

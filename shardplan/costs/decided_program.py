@@ -6,26 +6,27 @@ search found it.
 The tasks are those of `decided_tasks.py`. A loop is a computation of its own, which runs `trips` times; no collective of another one
 is in flight during a loop that has collectives. Collectives of one group, kind, operator, axes and loop are combined (rule 2), as far
 as none waits for another. Products that share an operand are one kernel, which waits for all that they read, unless each is large. A
-collective that is pipelined in its loop runs with the kernels of the iteration before or after.
+collective that is pipelined in its loop runs with the kernels of the iteration before or after (`pipelining.py`).
 
-Facts: fusion-merges-products, options-pipelined-gather, options-pipelined-gather-memory, options-pipelined-reduction,
-options-double-buffering, combine-sums-in-loops, combine-same-operator.
+Facts: fusion-merges-products, options-pipelined-gather-memory, options-last-iteration, options-double-buffering,
+combine-sums-in-loops, combine-same-operator.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
+from typing import NamedTuple
 
 from shardplan.costs.combined_transfers import Combiner
 from shardplan.costs.decided_seconds import TaskSeconds, op_bytes
 from shardplan.costs.decided_tasks import OUTSIDE, Tasks, decided_tasks, waiting_for_each_other
 from shardplan.costs.network import CostNetwork
+from shardplan.costs.pipelining import NOTHING, Member, Pipelined, Pipelining
 from shardplan.ilp.solver.problem import sum_over_intervals
-from shardplan.ir.graph import Graph, Op
+from shardplan.ir.graph import Graph
 from shardplan.mesh.layout import Layout
 from shardplan.xla_model.combining import COMBINABLE, SUMS
 from shardplan.xla_model.compiler_options import DEFAULT, XlaOptions
@@ -38,11 +39,11 @@ LOOP_S = 1e-8
 JOINED_LAST = (*reversed(COMBINABLE), None)
 """Kinds of collectives, those first that XLA combines last; None: all, and products, which it merges before."""
 
-SHARED_ACROSS_OPTIONS = "_merged", "_joined", "_task_seconds", "_members", "_orders", "_inner_loops", "_timelines"
-"""Cached properties that two programs share if their options have the same combine thresholds, and both a profile or none."""
+Allocation = tuple[int, int, int, float]
+"""Op that makes an array, the ops during which it is in memory (lo <= t < hi), its bytes per device."""
 
-Member = tuple[Literal["task", "loop"], int]
-"""A task or a loop of a computation."""
+SHARED_ACROSS_OPTIONS = "_merged", "_joined", "_task_seconds", "_members", "_orders", "_pipelining", "_inner_loops", "_timelines"
+"""Cached properties that two programs share if their options have the same combine thresholds, and both a profile or none."""
 
 
 def decided_program(
@@ -50,6 +51,24 @@ def decided_program(
 ) -> DecidedProgram:
     """The program of these states of a cost network, as it is compiled with these options; `tasks` are its own if they are known."""
     return DecidedProgram(network, tuple(states), tasks or decided_tasks(network, states), options)
+
+
+class Listing(NamedTuple):
+    """The tasks of a computation, those of them that are loops, and which member each is of."""
+
+    tasks: list[Task]
+    nested: dict[int, tuple[Timeline, float]]  # one run, number of runs
+    members: dict[int, Member]
+
+    def collective(self, first: int, task: Task) -> None:
+        """Adds a combined collective."""
+        self.members[len(self.tasks)] = "task", first
+        self.tasks.append(task)
+
+    def loop(self, n: int, line: Timeline, runs: float, task: Task) -> None:
+        """Adds a loop, of which `line` is one run."""
+        self.nested[len(self.tasks)], self.members[len(self.tasks)] = (line, runs), ("loop", n)
+        self.tasks.append(task)
 
 
 class _CycleError(Exception):
@@ -111,9 +130,10 @@ class DecidedProgram:
                 found = replace(found, apart=found.apart.union(n for n in cyclic if kind in (None, self.tasks.kind(n))))
         return found
 
-    def allocations(self) -> list[tuple[int, int, int, float]]:
-        """(op, lo, hi, bytes) as of `CostNetwork.allocations`, with what pipelining carries from round to round."""
-        return [*self.network.allocations(self.states), *self._carried_allocations()]
+    def allocations(self) -> list[Allocation]:
+        """(op, lo, hi, bytes) as of `CostNetwork.allocations`, with what pipelining carries, and stacks of the last round."""
+        found = [*self.network.allocations(self.states)]
+        return [*found, *self._carried_allocations(), *self._last_rounds(found)]
 
     def peak_bytes(self) -> float:
         """The most bytes that a device has in memory at any time."""
@@ -249,47 +269,21 @@ class DecidedProgram:
                     yield name
 
     @cached_property
-    def _pipelined(self) -> dict[int, tuple[list[int], list[int]]]:
-        """By loop of several rounds, combined transfers that are issued a round ahead, and those that are finished a round later."""
-        tasks, (_, combined) = self.tasks, self._joined
-        out: dict[int, tuple[list[int], list[int]]] = {}
-        for first, some in combined.items():
-            (step, site, *_), home = tasks.transfers[first], tasks.home[first]
-            if home == OUTSIDE or self.graph.loops[home].trips <= 1:
-                continue
-            ahead = site.collective_class == "prefetch" and step.kind == "all-gather" and step.kind in self.options.pipelined
-            later = site.collective_class == "gradient" and step.kind in SUMS and "all-reduce" in self.options.pipelined
-            if ahead and all(self._is_row(tasks.transfers[n].value) for n in some):
-                out.setdefault(home, ([], []))[0].append(first)
-            elif later and all(self._goes_to_stack(tasks.transfers[n].value) for n in some):
-                out.setdefault(home, ([], []))[1].append(first)
-        return out
+    def _pipelining(self) -> Pipelining:
+        return Pipelining(self.graph, self.tasks, self._joined[1], self._members, self._orders, self.member)
 
-    def _is_row(self, v: int) -> bool:
-        """Whether a value is a row of a stack that the loop does not change, as it is or cast."""
-        op = self.graph.ops[self.graph.values[v].producer[0]]
-        if op.traits.loop_slice:
-            return True
-        handed_on = (op.traits.copy or op.forwards_value) and not op.traits.recompute_barrier
-        return handed_on and op.inputs[0] is not None and self._is_row(op.inputs[0])
-
-    def _goes_to_stack(self, v: int) -> bool:
-        """Whether a value, as it is or cast, only becomes a row of a stack."""
-        readers = [self.graph.ops[at] for at, _ in self.graph.values[v].consumers]
-        hands_on = (op.traits.loop_stack or self._stacks_all(op) for op in readers)
-        return bool(readers) and all(hands_on)
-
-    def _stacks_all(self, op: Op) -> bool:
-        """Whether an op only hands on what becomes a row of a stack."""
-        return (op.traits.copy or op.forwards_value) and all(map(self._goes_to_stack, op.outputs))
+    @cached_property
+    def pipelined(self) -> dict[int, Pipelined]:
+        """By loop, what the options have XLA issue a round ahead or end a round later."""
+        return self._pipelining.by_loop(self.options.pipelined)
 
     def _computation(self, home: int, pipelined: bool = True) -> tuple[Timeline, bool]:
         """The timeline of one run of a computation, and whether it has collectives; without those that are pipelined, or with them."""
-        key = home, pipelined, self.hides, tuple(map(self._pipelining, self._inner_loops[home]))
+        key = home, pipelined, self.hides, tuple(map(self._changed, self._inner_loops[home]))
         if (known := self._timelines.get(key)) is None:
-            found, nested, *_ = self.listed(home, pipelined)
-            collectives = any(task.collective or task.has_collectives for task in found)
-            known = self._timelines[key] = schedule(found, nested, self.hides), collectives
+            (tasks, nested, _), _ = self.listed(home, pipelined)
+            collectives = any(task.collective or task.has_collectives for task in tasks)
+            known = self._timelines[key] = schedule(tasks, nested, self.hides), collectives
         return known
 
     @cached_property
@@ -303,92 +297,115 @@ class DecidedProgram:
         holders = self.graph.loop_holders[:-1]
         return {home: [n for n, around in enumerate(holders) if home in around] for home in (OUTSIDE, *range(len(holders)))}
 
-    def _pipelining(self, loop: int) -> tuple:
+    def _changed(self, loop: int) -> tuple[Pipelined, bool]:
         """What the options change of a loop's rounds."""
-        ahead, later = map(tuple, self._pipelined.get(loop, ((), ())))
-        return ahead, later, self.options.double_buffering if ahead or later else False
+        found = self.pipelined.get(loop, NOTHING)
+        return found, self.options.double_buffering and found != NOTHING
 
     def round_s(self, loop: int, pipelined: bool = True) -> float:
         """Seconds of one round of a loop; without what is pipelined, or with it."""
         return self._computation(loop, pipelined)[0].total_s
 
-    def listed(
-        self, home: int, pipelined: bool = True
-    ) -> tuple[list[Task], dict[int, tuple[Timeline, float]], dict[Member, int], dict[int, Member]]:
-        """Tasks of a computation, (one run, number of runs) of those that are loops, numbers of its members, and which each is."""
-        before, free = self._members[home], frozenset(itertools.chain(*self._pipelined.get(home, ())))
-        numbers: dict[Member, int] = {}
-        members: dict[int, Member] = {}
-        found: list[Task] = []
-        nested: dict[int, tuple[Timeline, float]] = {}
+    def listed(self, home: int, pipelined: bool = True) -> tuple[Listing, dict[Member, int]]:
+        """Tasks of a computation, and the number of each member's last one; without what is pipelined, or with it."""
+        before, (ahead, needed, twice, later) = self._members[home], self.pipelined.get(home, NOTHING)
+        free, numbers, listing = {("task", n) for n in (*ahead, *later)}, dict[Member, int](), Listing([], {}, {})
         carried: set[int] = set()  # what makes the arrays that pipelining copies from round to round
         for name in self._orders[home]:
-            kind, n = name
-            waits = tuple(sorted({numbers[m] for m in before[name] if m[0] == "loop" or m[1] not in free}))
-            if kind == "loop":
-                self._loop(n, waits, found, nested, members)
-            elif n in free:
-                if pipelined:
-                    members[len(found)] = name
-                    found.append(self._task_seconds.collective(n, ()))
+            waits = tuple(sorted({numbers[m] for m in before[name] if m in numbers}))
+            if name in free:
+                if pipelined and (name[1] in later or not before[name]):
+                    listing.collective(name[1], self._task_seconds.collective(name[1], ()))
                 carried.update(waits)
-                continue
-            else:
-                members.update(dict.fromkeys((len(found), len(found) + 1), name))
-                found += self._task(n, waits, len(found))
-            numbers[name] = len(found) - 1
+            elif pipelined or name in twice or name not in needed:
+                self._list(name, waits, listing)
+                numbers[name] = len(listing.tasks) - 1
+        if pipelined:
+            self._list_ahead(home, twice, numbers, (), listing)
         copied_s = 2 * sum(self._carried_bytes(home)) / self.network.space.cluster.device.memory_rate
-        around_s = sum(map(self._task_seconds.staging_s, free)) + copied_s
+        around_s = sum(self._task_seconds.staging_s(n) for n in (*ahead, *later)) + copied_s
         if free and pipelined and around_s:
-            members.pop(len(found), None)
-            found.append(Task(around_s, False, tuple(sorted(carried))))
-        return found, nested, numbers, members
+            listing.members.pop(len(listing.tasks), None)
+            listing.tasks.append(Task(around_s, False, tuple(sorted(carried))))
+        return listing, numbers
 
-    def _loop(
-        self,
-        n: int,
-        waits: tuple[int, ...],
-        found: list[Task],
-        nested: dict[int, tuple[Timeline, float]],
-        members: dict[int, Member],
+    def _list_ahead(
+        self, home: int, some: Collection[Member], made: Mapping[Member, int], waits: tuple[int, ...], listing: Listing
     ) -> None:
+        """Adds some of what the gathers of the next round need, then the gathers that need any.
+
+        Args:
+            made: the numbers of what else they need.
+            waits: what those wait for that need nothing else.
+        """
+        numbers, before = dict(made), self._members[home]
+        ahead, needed, *_ = self.pipelined.get(home, NOTHING)
+        for name in needed:
+            if name in some:
+                self._list(name, tuple(sorted({numbers[m] for m in before[name] if m in numbers})) or waits, listing)
+                numbers[name] = len(listing.tasks) - 1
+        for n in ahead:
+            if reads := before["task", n]:
+                at = tuple(sorted({numbers[m] for m in reads if m in numbers})) or waits
+                listing.collective(n, self._task_seconds.collective(n, at))
+
+    def _list(self, name: Member, waits: tuple[int, ...], listing: Listing) -> None:
+        """Adds a member of a computation."""
+        kind, n = name
+        if kind == "loop":
+            self._list_loop(n, waits, listing)
+        else:
+            listing.members.update(dict.fromkeys((len(listing.tasks), len(listing.tasks) + 1), name))
+            listing.tasks.extend(self._task(n, waits, len(listing.tasks)))
+
+    def _list_loop(self, n: int, waits: tuple[int, ...], listing: Listing) -> None:
         """Adds a loop: what is pipelined has its first run before it or its last run behind it, and is missing in one round."""
-        (line, inside), trips = self._computation(n), self.graph.loops[n].trips
-        ahead, later = self._pipelined.get(n, ((), ()))
-        if not ahead and not later:
-            nested[len(found)], members[len(found)] = (line, trips), ("loop", n)
-            found.append(Task(line.total_s * trips, False, waits, inside, LOOP_S, True))
+        (line, inside), trips, tasks = self._computation(n), self.graph.loops[n].trips, listing.tasks
+        ahead, needed, _, later = pipelined = self.pipelined.get(n, NOTHING)
+        if pipelined == NOTHING:
+            listing.loop(n, line, trips, Task(line.total_s * trips, False, waits, inside, LOOP_S, True))
             return
-        members.update((len(found) + at, ("task", m)) for at, m in enumerate(ahead))
-        found += [self._task_seconds.collective(m, waits) for m in ahead]
-        waits = tuple(range(len(found) - len(ahead), len(found))) or waits
+        first = len(tasks)
+        for m in ahead:
+            if not self._members[n]["task", m]:
+                listing.collective(m, self._task_seconds.collective(m, waits))
+        self._list_ahead(n, needed, {}, waits, listing)
+        waits = tuple(range(first, len(tasks))) or waits
         line = (trips - 1) * line + self._computation(n, pipelined=False)[0]
-        nested[len(found)], members[len(found)] = (line, 1.0), ("loop", n)
-        found.append(Task(line.total_s, False, waits, True, LOOP_S, True))
-        at = len(found) - 1
-        members.update((at + 1 + number, ("task", m)) for number, m in enumerate(later))
-        found += [self._task_seconds.collective(m, (at,)) for m in later]
-        members.pop(len(found), None)
+        listing.loop(n, line, 1.0, Task(line.total_s, False, waits, True, LOOP_S, True))
+        at = len(tasks) - 1
+        for m in later:
+            listing.collective(m, self._task_seconds.collective(m, (at,)))
+        listing.members.pop(len(tasks), None)
         if later:
-            found.append(Task(0.0, False, tuple(range(len(found) - len(later), len(found)))))
+            tasks.append(Task(0.0, False, tuple(range(len(tasks) - len(later), len(tasks)))))
 
     def _carried_bytes(self, home: int) -> Iterator[float]:
         """Bytes of the arrays that a pipelined loop copies from round to round: sums that are not reduced yet."""
         tasks, (_, combined) = self.tasks, self._joined
-        ahead, later = self._pipelined.get(home, ((), ()))
+        ahead, _, _, later = self.pipelined.get(home, NOTHING)
         for first in (*later, *(() if self.options.double_buffering else (*ahead, *later))):
             yield from (tasks.transfers[n].step.bytes for n in combined[first])
 
-    def _carried_allocations(self) -> Iterator[tuple[int, int, int, float]]:
+    def _carried_allocations(self) -> Iterator[Allocation]:
         """Of pipelined loops: gathered rows of one more round, and sums of gradients that are not reduced yet, during the loop."""
         graph, (_, combined) = self.graph, self._joined
-        for home, (ahead, later) in self._pipelined.items():
+        for home, (ahead, _, _, later) in self.pipelined.items():
             loop, seen = graph.loops[home], set()
             for n in itertools.chain.from_iterable(combined[first] for first in (*ahead, *later)):
                 transfer = self.tasks.transfers[n]
                 if (transfer.site.origin, transfer.step.kind) not in seen:
                     seen.add((transfer.site.origin, transfer.step.kind))
                     yield graph.values[transfer.value].producer[0], loop.start, loop.stop, transfer.step.bytes
+
+    def _last_rounds(self, found: Sequence[Allocation]) -> Iterator[Allocation]:
+        """Stacks of the last round of pipelined loops, which stands behind the others: their zeros are written before these."""
+        graph = self.graph
+        homes = {home for home, (ahead, needed, *_) in self.pipelined.items() if ahead or needed}
+        for at, _, _, size in found if homes else ():
+            op = graph.ops[at]
+            if op.traits.loop_stack and (home := graph.loop_holders[op.held_during][1]) in homes:
+                yield at, graph.loops[home].start, graph.loops[home].stop, size
 
     def _task(self, n: int, waits: tuple[int, ...], number: int) -> list[Task]:
         """A kernel with all that is merged into it, or a combined collective behind the kernels that fill its buffer."""

@@ -17,8 +17,9 @@ from functools import cached_property
 from itertools import accumulate
 from math import inf, log2
 
-from shardplan.costs.decided_program import DecidedProgram, Member
+from shardplan.costs.decided_program import DecidedProgram
 from shardplan.costs.decided_tasks import OUTSIDE
+from shardplan.costs.pipelining import Member
 from shardplan.costs.pricing import ScheduleWindows
 from shardplan.mesh import collective
 from shardplan.xla_model.timeline import spans
@@ -95,7 +96,7 @@ class _Clock:
     @classmethod
     def of(cls, program: DecidedProgram, home: int) -> _Clock:
         """The clock of a computation with all collectives that run in it."""
-        tasks, nested, numbers, _ = program.listed(home)
+        (tasks, nested, _), numbers = program.listed(home)
         found = spans(tasks, nested, program.hides)
         kernels = [s for s, task in zip(found, tasks, strict=True) if not task.collective and not task.has_collectives]
         collectives = [s for s, task in zip(found, tasks, strict=True) if task.collective]

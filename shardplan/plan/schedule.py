@@ -19,6 +19,7 @@ import numpy as np
 
 from shardplan.costs.decided_program import DecidedProgram
 from shardplan.costs.decided_tasks import OUTSIDE
+from shardplan.costs.pipelining import NOTHING
 from shardplan.costs.states import PS
 from shardplan.files import portable
 from shardplan.mesh.collective import wire_bytes
@@ -105,7 +106,7 @@ class StepSchedule:
 
     def _run(self, home: int, start_s: float, share: float, pipelined: bool = True) -> Iterator[Span]:
         """One run of a computation that starts at a time; `share` is its part of all spans that are shown one by one."""
-        tasks, nested, _, members = self.program.listed(home, pipelined)
+        (tasks, nested, members), _ = self.program.listed(home, pipelined)
         for n, (begin, end) in enumerate(spans(tasks, nested, self.program.hides)):
             kind, number = members.get(n, ("task", -1))
             if kind == "loop":
@@ -117,12 +118,12 @@ class StepSchedule:
         """The rounds of a loop, as many as are shown one by one, then the rest together; what is pipelined is missing in one round."""
         trips = max(1.0, self.planned.graph.loops[loop].trips)
         usual, usual_s = [*self._run(loop, 0.0, share)], self.program.round_s(loop)
-        ahead, later = self.program._pipelined.get(loop, ((), ()))
-        short = [*self._run(loop, 0.0, share, pipelined=False)] if ahead or later else usual
-        short_s = self.program.round_s(loop, pipelined=False) if ahead or later else usual_s
+        pipelined = self.program.pipelined.get(loop, NOTHING)
+        short = [*self._run(loop, 0.0, share, pipelined=False)] if pipelined != NOTHING else usual
+        short_s = self.program.round_s(loop, pipelined=False) if pipelined != NOTHING else usual_s
         shown = int(min(trips, max(1.0, MAX_SPANS * share // max(1, len(usual)))))
         for n in range(shown):
-            is_short = n == (trips - 1 if ahead else 0)
+            is_short = n == (trips - 1 if pipelined.ahead else 0)
             yield from (replace(x, start_s=start_s + x.start_s) for x in (short if is_short else usual))
             start_s += short_s if is_short else usual_s
         for lane in ("compute", "network") if shown < trips else ():
