@@ -247,5 +247,5 @@ class Candidates:
         most = max(self.best.timeline.total_s, min((1 + NEAR_TIE) * self.best.timeline.total_s, inf if most_s is None else most_s))
         near = [x for x in self.judged.values() if x.timeline.total_s <= most and not x.excess_bytes]
         least = min(x.complexity for x in near)
-        alike = [x for x in near if x.complexity == least]
-        return min(alike, key=lambda x: x.timeline.total_s * max(1.0, x.peak_bytes) ** NEAR_TIE)
+        simple = [x for x in near if x.complexity == least]
+        return min(simple, key=lambda x: x.timeline.total_s * max(1.0, x.peak_bytes) ** NEAR_TIE)
