@@ -76,6 +76,10 @@ class Pipelining:
                 out[home] = ahead._replace(later=later)
         return out
 
+    def _is_in(self, n: int, home: int) -> bool:
+        """Whether a computation holds a task."""
+        return home in self.graph.loop_holders[self.tasks.home[n]]
+
     def _gathers(self, home: int) -> list[int]:
         """Combined all-gathers of a loop."""
         return [n for n in self.combined if self.tasks.home[n] == home and self.tasks.kind(n) == "all-gather"]
@@ -92,7 +96,8 @@ class Pipelining:
             if name in found:
                 found.update(before[name])
         found -= issued
-        twice = found.intersection(self.member(n, home) for n in self.tasks.roots.get(home, ()) if n >= 0)
+        roots = (n for n in self.tasks.roots.get(home, ()) if n >= 0 and self._is_in(n, home))
+        twice = found.intersection(self.member(n, home) for n in roots)
         for name in reversed(self.orders[home]):
             if name in twice or (name not in found and name not in issued):
                 twice.update(m for m in before[name] if m in found)
@@ -113,7 +118,7 @@ class Pipelining:
         ops = _reading_the_carry(graph, home)
         made = [(n, j) for j, n in tasks.computed.items()]
         made += [(n, graph.values[transfer.value].producer[0]) for n, transfer in tasks.transfers.items()]
-        out = {self.member(n, home) for n, j in made if j in ops and home in graph.loop_holders[tasks.home[n]]}
+        out = {self.member(n, home) for n, j in made if j in ops and self._is_in(n, home)}
         for name in self.orders[home]:
             if any(before in out for before in self.members[home][name]):
                 out.add(name)
@@ -130,7 +135,7 @@ class Pipelining:
             for first in self._gathers(n) if of.later else of.ahead:
                 for m in self.combined[first]:
                     for at in self._outside(self.tasks.transfers[m].value, n):
-                        if (task := self.tasks.made.get(at, -1)) >= 0 and home in self.graph.loop_holders[self.tasks.home[task]]:
+                        if (task := self.tasks.made.get(at, -1)) >= 0 and self._is_in(task, home):
                             yield self.member(task, home)
 
     def _outside(self, v: int, loop: int) -> Iterator[int]:
