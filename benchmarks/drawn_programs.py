@@ -295,7 +295,7 @@ def _output(d: Draw, s: SequenceSizes, reads: str, parts: Shapes, table: Batch):
         def contrast(p, x, batch):
             a, b = x.mean(1) @ p["head"].astype(x.dtype), batch["other"].astype(x.dtype) @ p["other"].astype(x.dtype)
             a, b = (y * jax.lax.rsqrt(jnp.square(y).sum(-1, keepdims=True) + 1e-6) for y in (a, b))
-            logits, labels = (a @ b.T).astype(jnp.float32) * 10, jnp.arange(s.examples)
+            logits, labels = (a @ b.T).astype(jnp.float32) * 10, jnp.arange(len(a))
             return sum(optax.softmax_cross_entropy_with_integer_labels(y, labels).mean() for y in (logits, logits.T)) / 2
 
         return contrast
