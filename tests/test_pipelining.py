@@ -32,8 +32,9 @@ def split(x, *entries):
     return constrain(x, NamedSharding(MESH, P(*entries)))
 
 
-def loss(w, x, gathered):
+def loss(w, x, gathered, fetched=False):
     def layer(x, w):
+        w = jax.tree.map(lambda a: split(a, None, None), w) if fetched else w
         return split(x + jnp.tanh(x @ w["up"]) @ w["down"], "data"), None
 
     x, _ = jax.lax.scan(layer, split(x, "data"), w["layers"])
@@ -41,12 +42,17 @@ def loss(w, x, gathered):
     return (split(x @ w["head"], None, "data").astype(jnp.float32) ** 2).mean()
 
 
-def trained(w, batch, gathered=True):
+def trained(w, batch, fetched=False):
     def add(total, x):
-        return jax.tree.map(jnp.add, total, jax.grad(loss)(w, x, gathered)), None
+        return jax.tree.map(jnp.add, total, jax.grad(loss)(w, x, True, fetched)), None
 
     total, _ = jax.lax.scan(add, jax.tree.map(jnp.zeros_like, w), batch)
     return jax.tree.map(lambda a, g: a - 0.1 * g, w, total)
+
+
+def fetched(w, batch):
+    """The weights of a layer are gathered in the loop of the layers."""
+    return trained(w, batch, fetched=True)
 
 
 def evaluated(w, batch):
@@ -100,6 +106,12 @@ def test_a_gather_of_what_the_round_before_hands_on_stays_in_its_round():
     assert not any(found.ahead for found in program(GATHERS, step=carried).pipelined.values())
 
 
+def test_a_gather_behind_a_loop_whose_own_gathers_run_ahead_stays_in_its_round():
+    some = program(GATHERS, step=fetched)
+    layers = [found for n, found in some.pipelined.items() if len(some.graph.loop_holders[n]) > 2]
+    assert layers and all(found.ahead for found in layers) and not outermost(some).twice
+
+
 def test_the_last_round_stands_behind_the_loop_and_its_stacks_are_in_memory_before():
     stacks = LAYERS * TOKENS // 8 * (WIDTH + HIDDEN) * 2  # what the forward pass keeps of each layer, at least
     assert program(GATHERS).peak_bytes() - program(DEFAULT).peak_bytes() > 0.9 * stacks
@@ -116,11 +128,12 @@ def compiled(options, **step):
 
 @pytest.mark.slow
 @compiled_for_gpus
+@pytest.mark.parametrize("step", [trained, fetched])
 @pytest.mark.parametrize("layers", ["split", "whole"])
 @pytest.mark.parametrize("options", [DEFAULT, GATHERS, PIPELINING], ids=["default", "gathers", "all"])
-def test_rounds_take_what_is_planned(options, layers):
-    found = seconds(compiled(options, layers=layers), Cluster.preset("h100"))
-    line = program(options, layers=layers).step_timeline()
+def test_rounds_take_what_is_planned(options, layers, step):
+    found = seconds(compiled(options, layers=layers, step=step), Cluster.preset("h100"))
+    line = program(options, layers=layers, step=step).step_timeline()
     assert line.compute_s == pytest.approx(found.compute_s, rel=0.06)
     assert line.total_s == pytest.approx(found.step_s, rel=0.08)
 
@@ -130,6 +143,13 @@ def test_rounds_take_what_is_planned(options, layers):
 def test_what_a_pipelined_gather_and_the_round_need_is_computed_twice():
     flops = [compiled(options, layers="whole").flops for options in (DEFAULT, GATHERS)]
     assert flops[1] / flops[0] == pytest.approx(4 / 3, rel=0.03)  # the forward pass is a third
+
+
+@pytest.mark.slow
+@compiled_for_gpus
+def test_behind_a_loop_whose_own_gathers_run_ahead_nothing_is_computed_twice():
+    flops = [compiled(options, step=fetched).flops for options in (DEFAULT, GATHERS)]
+    assert flops[1] == pytest.approx(flops[0], rel=0.03)
 
 
 @pytest.mark.slow

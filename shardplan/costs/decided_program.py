@@ -132,8 +132,8 @@ class DecidedProgram:
 
     def allocations(self) -> list[Allocation]:
         """(op, lo, hi, bytes) as of `CostNetwork.allocations`, with what pipelining carries, and stacks of the last round."""
-        found = [*self.network.allocations(self.states)]
-        return [*found, *self._carried_allocations(), *self._last_rounds(found)]
+        found, program = [*self.network.allocations(self.states)], self.acyclic if self.options.pipelined else self
+        return [*found, *program._carried_allocations(), *program._last_rounds(found)]
 
     def peak_bytes(self) -> float:
         """The most bytes that a device has in memory at any time."""
@@ -275,7 +275,7 @@ class DecidedProgram:
     @cached_property
     def pipelined(self) -> dict[int, Pipelined]:
         """By loop, what the options have XLA issue a round ahead or end a round later."""
-        return self._pipelining.by_loop(self.options.pipelined)
+        return self._pipelining.by_loop(self.options.pipelined) if self.options.pipelined else {}
 
     def _computation(self, home: int, pipelined: bool = True) -> tuple[Timeline, bool]:
         """The timeline of one run of a computation, and whether it has collectives; without those that are pipelined, or with them."""
@@ -308,7 +308,7 @@ class DecidedProgram:
 
     def listed(self, home: int, pipelined: bool = True) -> tuple[Listing, dict[Member, int]]:
         """Tasks of a computation, and the number of each member's last one; without what is pipelined, or with it."""
-        before, (ahead, needed, twice, later) = self._members[home], self.pipelined.get(home, NOTHING)
+        before, (ahead, needed, twice, later, _) = self._members[home], self.pipelined.get(home, NOTHING)
         free, numbers, listing = {("task", n) for n in (*ahead, *later)}, dict[Member, int](), Listing([], {}, {})
         carried: set[int] = set()  # what makes the arrays that pipelining copies from round to round
         for name in self._orders[home]:
@@ -361,7 +361,7 @@ class DecidedProgram:
     def _list_loop(self, n: int, waits: tuple[int, ...], listing: Listing) -> None:
         """Adds a loop: what is pipelined has its first run before it or its last run behind it, and is missing in one round."""
         (line, inside), trips, tasks = self._computation(n), self.graph.loops[n].trips, listing.tasks
-        ahead, needed, _, later = pipelined = self.pipelined.get(n, NOTHING)
+        ahead, needed, _, later, _ = pipelined = self.pipelined.get(n, NOTHING)
         if pipelined == NOTHING:
             listing.loop(n, line, trips, Task(line.total_s * trips, False, waits, inside, LOOP_S, True))
             return
@@ -383,14 +383,14 @@ class DecidedProgram:
     def _carried_bytes(self, home: int) -> Iterator[float]:
         """Bytes of the arrays that a pipelined loop copies from round to round: sums that are not reduced yet."""
         tasks, (_, combined) = self.tasks, self._joined
-        ahead, _, _, later = self.pipelined.get(home, NOTHING)
+        ahead, _, _, later, _ = self.pipelined.get(home, NOTHING)
         for first in (*later, *(() if self.options.double_buffering else (*ahead, *later))):
             yield from (tasks.transfers[n].step.bytes for n in combined[first])
 
     def _carried_allocations(self) -> Iterator[Allocation]:
         """Of pipelined loops: gathered rows of one more round, and sums of gradients that are not reduced yet, during the loop."""
         graph, (_, combined) = self.graph, self._joined
-        for home, (ahead, _, _, later) in self.pipelined.items():
+        for home, (ahead, _, _, later, _) in self.pipelined.items():
             loop, seen = graph.loops[home], set()
             for n in itertools.chain.from_iterable(combined[first] for first in (*ahead, *later)):
                 transfer = self.tasks.transfers[n]
@@ -398,11 +398,11 @@ class DecidedProgram:
                     seen.add((transfer.site.origin, transfer.step.kind))
                     yield graph.values[transfer.value].producer[0], loop.start, loop.stop, transfer.step.bytes
 
-    def _last_rounds(self, found: Sequence[Allocation]) -> Iterator[Allocation]:
+    def _last_rounds(self, allocated: Sequence[Allocation]) -> Iterator[Allocation]:
         """Stacks of the last round of pipelined loops, which stands behind the others: their zeros are written before these."""
         graph = self.graph
-        homes = {home for home, (ahead, needed, *_) in self.pipelined.items() if ahead or needed}
-        for at, _, _, size in found if homes else ():
+        homes = {home for home, found in self.pipelined.items() if found.peeled}
+        for at, _, _, size in allocated if homes else ():
             op = graph.ops[at]
             if op.traits.loop_stack and (home := graph.loop_holders[op.held_during][1]) in homes:
                 yield at, graph.loops[home].start, graph.loops[home].stop, size

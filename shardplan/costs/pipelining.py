@@ -1,17 +1,18 @@
 """What XLA issues a round ahead, or ends a round later, in loops whose collectives are pipelined; and what it then computes twice.
 
-    ahead    an all-gather that needs no array that the round before hands on. All that it needs runs a round ahead with it; of this,
-             what the round itself needs, too, is computed once more
+    ahead    an all-gather that needs no array that the round before hands on, and no loop whose own gathers are issued ahead. All that
+             it needs runs a round ahead with it; of this, what the round itself needs, too, is computed once more
     later    a sum of a gradient that only becomes a row of a stack
 
 Rows of a stack of weights need nothing. But a round of gradient accumulation needs no array of the round before, so an all-gather of an
 activation runs its whole forward pass a round ahead; and the backward pass, which needs that forward pass, too, has XLA run it twice.
 
-Facts: options-pipelined-gather, options-pipelined-gather-twice, options-pipelined-reduction.
+Facts: options-pipelined-gather, options-pipelined-gather-twice, options-pipelined-gather-behind-loop, options-pipelined-reduction.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -34,12 +35,14 @@ class Pipelined(NamedTuple):
         needed: what they need, in its order.
         twice: what of it the round needs for itself, too.
         later: sums that end a round later.
+        peeled: whether something is issued ahead, if only before a loop in it, so that the last round stands behind the others.
     """
 
     ahead: tuple[int, ...] = ()
     needed: tuple[Member, ...] = ()
     twice: frozenset[Member] = frozenset()
     later: tuple[int, ...] = ()
+    peeled: bool = False
 
 
 NOTHING = Pipelined()
@@ -86,12 +89,13 @@ class Pipelining:
 
     def _ahead(self, home: int, inner: Mapping[int, Pipelined]) -> Pipelined:
         """All-gathers of a loop that are issued a round ahead, what they need, and what of it the round needs, too."""
-        gathers = self._gathers(home)
+        gathers, before = self._gathers(home), self.members[home]
         first = [*self._sources_of_first(home, inner)]
-        varying = self._varying[home] if gathers or first else frozenset[Member]()
-        ahead = [n for n in gathers if ("task", n) not in varying]
-        before, issued = self.members[home], set[Member](("task", n) for n in ahead)
-        found = {m for name in issued for m in before[name]}.union(m for m in first if m not in varying)
+        staying = self._staying(home, inner) if gathers or first else frozenset[Member]()
+        ahead = [n for n in gathers if ("task", n) not in staying]
+        first = [sources for sources in first if not sources & staying]
+        issued = set[Member](("task", n) for n in ahead)
+        found = {m for name in issued for m in before[name]}.union(*first)
         for name in reversed(self.orders[home]):
             if name in found:
                 found.update(before[name])
@@ -101,42 +105,43 @@ class Pipelining:
         for name in reversed(self.orders[home]):
             if name in twice or (name not in found and name not in issued):
                 twice.update(m for m in before[name] if m in found)
-        return Pipelined(tuple(ahead), tuple(name for name in self.orders[home] if name in found), frozenset(twice))
+        needed = tuple(name for name in self.orders[home] if name in found)
+        return Pipelined(tuple(ahead), needed, frozenset(twice), peeled=bool(ahead or first))
 
     def _ends_later(self, first: int) -> bool:
         step, site, *_ = self.tasks.transfers[first]
         sums = site.collective_class == "gradient" and step.kind in SUMS
         return sums and all(self._goes_to_stack(self.tasks.transfers[n].value) for n in self.combined[first])
 
-    @cached_property
-    def _varying(self) -> Mapping[int, frozenset[Member]]:
-        """By loop, its members that need an array that the round before hands on."""
-        return {home: self._members_that_vary(home) for home in range(len(self.graph.loops))}
-
-    def _members_that_vary(self, home: int) -> frozenset[Member]:
-        graph, tasks = self.graph, self.tasks
-        ops = _reading_the_carry(graph, home)
-        made = [(n, j) for j, n in tasks.computed.items()]
-        made += [(n, graph.values[transfer.value].producer[0]) for n, transfer in tasks.transfers.items()]
-        out = {self.member(n, home) for n, j in made if j in ops and self._is_in(n, home)}
+    def _staying(self, home: int, inner: Mapping[int, Pipelined]) -> frozenset[Member]:
+        """Members of a loop that need an array that the round before hands on, or a loop whose own gathers are issued ahead."""
+        out = {*self._reading_the_carry[home], *(("loop", n) for n, of in inner.items() if of.ahead)}
         for name in self.orders[home]:
             if any(before in out for before in self.members[home][name]):
                 out.add(name)
         return frozenset(out)
 
-    def _sources_of_first(self, home: int, inner: Mapping[int, Pipelined]) -> Iterator[Member]:
-        """Members of a loop that make what loops in it gather before their rounds, or in the first one: this is issued ahead, too.
+    @cached_property
+    def _reading_the_carry(self) -> Mapping[int, frozenset[Member]]:
+        """By loop, its members with ops that need an array that the round before hands on."""
+        tasks, values = self.tasks, self.graph.values
+        made = [(n, j) for j, n in tasks.computed.items()]
+        made += [(n, values[transfer.value].producer[0]) for n, transfer in tasks.transfers.items()]
+        ops = {home: _reading_the_carry(self.graph, home) for home in range(len(self.graph.loops))}
+        return {
+            home: frozenset(self.member(n, home) for n, j in made if j in some and self._is_in(n, home)) for home, some in ops.items()
+        }
+
+    def _sources_of_first(self, home: int, inner: Mapping[int, Pipelined]) -> Iterator[set[Member]]:
+        """For each gather that loops in a loop make before their rounds, or in the first one, what the loop makes of what it reads.
 
         The first round of a loop whose sums end later stands before the others (fact: options-pipelined-reduction).
         """
         for n, of in inner.items():
-            if self.graph.loop_holders[n][1] != home:
-                continue
-            for first in self._gathers(n) if of.later else of.ahead:
-                for m in self.combined[first]:
-                    for at in self._outside(self.tasks.transfers[m].value, n):
-                        if (task := self.tasks.made.get(at, -1)) >= 0 and self._is_in(task, home):
-                            yield self.member(task, home)
+            for first in (self._gathers(n) if of.later else of.ahead) if self.graph.loop_holders[n][1] == home else ():
+                ops = itertools.chain.from_iterable(self._outside(self.tasks.transfers[m].value, n) for m in self.combined[first])
+                tasks = (self.tasks.made.get(at, -1) for at in ops)
+                yield {self.member(task, home) for task in tasks if task >= 0 and self._is_in(task, home)}
 
     def _outside(self, v: int, loop: int) -> Iterator[int]:
         """Ops before a loop that make what value v of it is computed from in the first round."""
