@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardplan
 from shardplan import Plan, ShardingError, _jax
-from shardplan.costs.decided_tasks import OUTSIDE
+from shardplan.costs.kernel_tasks import OUTSIDE
 from shardplan.xla import available
 from shardplan.xla.compiler.options import as_known
 from shardplan.xla.hlo.schedule import seconds

@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardplan
-from shardplan.costs.decided_tasks import Tasks, fused
+from shardplan.costs.kernel_tasks import Tasks, fused
 from shardplan.costs.split_products import contracted_splits, merged_sizes
 from shardplan.emit.decide import decide
 from shardplan.emit.emit import emit
@@ -83,6 +83,26 @@ def test_fused_ops_that_have_nothing_in_common_behind_different_collectives_stay
         assert [seconds for n, seconds in enumerate(fused(tasks).seconds) if n not in fused(tasks).transfers] == found
 
 
+def test_a_kernel_writes_a_row_for_others_that_it_reads_itself_behind_a_gather():
+    tasks = Tasks()
+    row = tasks.add(-1, (), 1.0, group=0)
+    gather = tasks.add(-1, (), transfer=object())  # pyright: ignore[reportArgumentType]
+    product = tasks.add(-1, (gather,), 4.0)
+    kernel = tasks.add(-1, (product, row), 2.0, group=0)
+    tasks.made = dict(enumerate((row, gather, product, kernel, tasks.add(-1, (row,), 8.0))))  # the last one: another product
+    found = fused(tasks)
+    assert found.made[0] == found.made[3] and found.seconds[found.made[0]] == 3.0
+    assert found.before[found.made[4]] == (found.made[0],)
+
+
+def test_a_row_stays_apart_from_a_kernel_that_waits_for_another_reader_of_it():
+    tasks = Tasks()
+    row = tasks.add(-1, (), 1.0, group=0)
+    gather = tasks.add(-1, (row,), transfer=object())  # pyright: ignore[reportArgumentType]
+    tasks.add(-1, (gather, row), 2.0, group=0)
+    assert fused(tasks).seconds == [1.0, 0.0, 2.0]
+
+
 def layers(params, x, checkpoint):
     def layer(x, p):
         return x + jax.nn.gelu(x @ p["up"].astype(BF16)) @ p["down"].astype(BF16)
@@ -123,6 +143,28 @@ def test_exposed_seconds_are_those_of_the_compiled_program(checkpoint):
     assert planned["total"] == pytest.approx(total, rel=0.03 if not checkpoint else 0.06)  # casts of weights are transposed apart
     assert exposed == pytest.approx(emitted.exposed_s, abs=0.05 * total)
     assert emitted.exposed_s > 0.05 * total  # there is something to predict
+
+
+@pytest.mark.slow
+@needs_gpu_compiler
+@pytest.mark.parametrize("spec", [P(None, "data"), P(None, None, "data"), P()], ids=str)
+def test_rows_of_activations_hide_no_gather_of_the_kernel_that_writes_them(spec):
+    """Of a loop's layers without norms: the gradient of `down` reads what tanh's gradient reads, too."""
+
+    def step(w, x):
+        def loss(w):
+            y = jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w["up"]) @ w["down"], None), x, w)[0]
+            return (y.astype(F32) ** 2).mean()
+
+        return jax.tree.map(lambda a, g: a - 0.1 * g, w, jax.grad(loss)(w))
+
+    mesh = AbstractMesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    w = {"up": S((8, 2048, 8192), BF16), "down": S((8, 8192, 2048), BF16)}
+    made = shardplan.auto(mesh, donate_argnums=0, cluster="h100", compiler_options=None, in_shardings=(spec, P("data")))(step)
+    plan = made.plan(w, S((8192, 2048), BF16))
+    function, args = plan.context.program(plan)
+    emitted = seconds(compile(lower_for("h100:8", function, *args), target="h100:8", timeout_s=300), shardplan.Cluster.preset("h100"))
+    assert plan.seconds["total"] == pytest.approx(emitted.step_s, rel=0.05)
 
 
 @pytest.mark.slow

@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractMesh
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from models import relu_loss, relu_step
 
@@ -21,7 +22,7 @@ import zoo
 import shardplan
 from shardplan.costs.build import build_network
 from shardplan.costs.combined_transfers import Combiner
-from shardplan.costs.decided_tasks import OUTSIDE, Tasks
+from shardplan.costs.kernel_tasks import OUTSIDE, Tasks
 from shardplan.ir.parse import parse
 from shardplan.mesh import Cluster
 from shardplan.xla import available, compile
@@ -36,17 +37,17 @@ S, F32, BF16 = jax.ShapeDtypeStruct, jnp.float32, jnp.bfloat16
 needs_gpu_compiler = pytest.mark.skipif(not available(), reason='needs pip install "shardplan[gpu-check]"')
 
 
-def step(params, x):
+def step(params, x, given=lambda w: w):
     def loss(params):
         h = x
         for w, b in params:
-            h = jax.nn.relu(h @ w.astype(BF16) + b.astype(BF16))
+            h = jax.nn.relu(h @ given(w.astype(BF16)) + b.astype(BF16))
         return jnp.mean(h.astype(F32) ** 2)
 
     return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params))
 
 
-def graph_of(layers=3, width=64):
+def graph_of(layers=3, width=64, step=step):
     params = [(jnp.zeros((width, width)), jnp.zeros(width))] * layers
     closed = jax.make_jaxpr(step)(params, jnp.zeros((32, width), BF16))
     labels = [f"arg{n}" for n in range(2 * layers + 1)]
@@ -65,6 +66,19 @@ def test_rule_1_classes_of_a_train_step():
     assert len(weights) == 3 and {(found[v].collective_class, found[v].group_size) for v in weights} == {("gradient", 6)}
     assert queues["sub", "update"] == {"update"}
     assert queues["max", "forward"] == {"blocking"}
+
+
+def test_rule_1_a_layout_or_a_name_given_to_a_weight_leaves_the_class_of_its_gradient():
+    whole = NamedSharding(AbstractMesh((8,), ("data",), axis_types=(AxisType.Auto,)), P())
+    for given in (
+        functools.partial(jax.lax.with_sharding_constraint, shardings=whole),
+        functools.partial(checkpoint_name, name="w"),
+        jnp.copy,
+    ):
+        graph = graph_of(step=lambda params, x, given=given: step(params, x, given))
+        sites = collective_sites(graph, [False] * len(graph.values))
+        made = [v for v, x in enumerate(graph.values) if x.shape == (64, 64) and graph.ops[x.producer[0]].primitive == "dot_general"]
+        assert len(made) == 3 and {sites[v].collective_class for v in made} == {"gradient"}
 
 
 def test_rule_2_small_sums_in_a_chain_are_not_combined():

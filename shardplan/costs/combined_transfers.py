@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import reduce
 from operator import or_
 
-from shardplan.costs.decided_tasks import Tasks, order_of
+from shardplan.costs.kernel_tasks import Tasks, order_of
 
 
 class Combiner:

@@ -22,7 +22,8 @@ from typing import NamedTuple
 
 from shardplan.costs.combined_transfers import Combiner
 from shardplan.costs.decided_seconds import TaskSeconds, op_bytes
-from shardplan.costs.decided_tasks import OUTSIDE, Tasks, decided_tasks, waiting_for_each_other
+from shardplan.costs.decided_tasks import decided_tasks
+from shardplan.costs.kernel_tasks import OUTSIDE, Tasks, waiting_for_each_other
 from shardplan.costs.network import CostNetwork
 from shardplan.costs.pipelining import NOTHING, Member, Pipelined, Pipelining
 from shardplan.ilp.solver.problem import sum_over_intervals

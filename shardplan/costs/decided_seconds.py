@@ -10,7 +10,7 @@ from math import inf, prod
 import numpy as np
 
 from shardplan._jax import itemsize
-from shardplan.costs.decided_tasks import Tasks
+from shardplan.costs.kernel_tasks import Tasks
 from shardplan.costs.merged_products import saved_seconds
 from shardplan.costs.network import CostNetwork
 from shardplan.costs.split_products import local_sizes, merged_sizes, product_parts

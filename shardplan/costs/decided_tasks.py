@@ -7,46 +7,27 @@
 
 An op whose result is not written is computed by the kernel that reads it: its seconds are that kernel's. Where several do, it is a
 kernel of its own, so that it hides no collective that stands behind any of them (the lower bound counts on that). What takes no time
-and waits for one task is that task: views, casts inside fusions, border ops. Ops of one kernel with more or fewer collectives and loops
-before them are kernels of their own. Equal steps and exchanges of one array are one collective for all readers, unless it is regathered
-behind a barrier (`shared_collectives.py`). What a checkpointed layer computes again waits for the gradient of its result, and what
-is gathered again behind a barrier for the other operands of its first reader.
+and waits for one task is that task: views, casts inside fusions, border ops. Which tasks are one kernel: `kernel_tasks.py`. Equal steps
+and exchanges of one array are one collective for all readers, unless it is regathered behind a barrier (`shared_collectives.py`). What
+a checkpointed layer computes again waits for the gradient of its result, and what is gathered again behind a barrier for the other
+operands of its first reader.
 
-Facts: cse-merges-equal-reshards, cse-stops-at-barriers, schedule-fused-kernels, schedule-recompute-barrier.
+Facts: cse-merges-equal-reshards, cse-stops-at-barriers, schedule-recompute-barrier.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import NamedTuple, TypeVar
-
-import numpy as np
-from scipy.sparse import csr_array
-from scipy.sparse.csgraph import connected_components
+from dataclasses import replace
+from typing import NamedTuple
 
 from shardplan.costs.halo_exchange import Exchange
+from shardplan.costs.kernel_tasks import Tasks, Transfer, fused
 from shardplan.costs.network import CostNetwork
 from shardplan.costs.shared_collectives import exchange_key, regathered, shared_key
 from shardplan.costs.states import PS
 from shardplan.ir.graph import Op
 from shardplan.mesh.reshard import ReshardStep
-from shardplan.xla_model.combining import CollectiveSite
-
-T = TypeVar("T")
-
-OUTSIDE = -1
-"""The computation that no loop holds."""
-
-
-class Transfer(NamedTuple):
-    """One collective of one array."""
-
-    step: ReshardStep
-    site: CollectiveSite
-    value: int
-    result_bytes: float  # on one device
-    order: tuple[int, int]  # of arrays that are combined: as they are needed, or as they are made
 
 
 class Unwritten(NamedTuple):
@@ -55,65 +36,6 @@ class Unwritten(NamedTuple):
     kernel: int
     seconds: float
     ops: tuple[int, ...]  # those that take seconds
-
-
-@dataclass
-class Tasks:
-    """Tasks of all computations, in program order: each waits for earlier ones only.
-
-    Attributes:
-        seconds: of a kernel in one run; 0 of collectives.
-        home: the loop that runs it, or OUTSIDE.
-        before: what it waits for, in the order of its operands.
-        transfers: those that are collectives.
-        roots: by computation, the tasks whose results it hands out, in their order.
-        made: by op, the task after which its result is there, -1 if it is from the start.
-        computed: by op, the task that computes it first; those that take no time are missing.
-        group: of a kernel of fused ops, its number in `FusedKernels`; -1 of other tasks.
-        results: how many arrays it writes.
-        inside: by task, the ops whose results it computes for itself, for no kernel writes them: a bit for each.
-    """
-
-    seconds: list[float] = field(default_factory=list)
-    home: list[int] = field(default_factory=list)
-    before: list[tuple[int, ...]] = field(default_factory=list)
-    transfers: dict[int, Transfer] = field(default_factory=dict)
-    roots: dict[int, list[int]] = field(default_factory=dict)
-    made: dict[int, int] = field(default_factory=dict)
-    computed: dict[int, int] = field(default_factory=dict)
-    group: list[int] = field(default_factory=list)
-    results: list[int] = field(default_factory=list)
-    inside: dict[int, int] = field(default_factory=dict)
-
-    def add(self, home: int, before: Iterable[int], seconds: float = 0.0, transfer: Transfer | None = None, group: int = -1) -> int:
-        """A new task, its number; -1 for one that takes no time and waits for none."""
-        waits = tuple(dict.fromkeys(n for n in before if n >= 0))
-        if not seconds and transfer is None and len(waits) < 2:
-            return waits[0] if waits else -1
-        self.seconds.append(seconds)
-        self.home.append(home)
-        self.before.append(waits)
-        self.group.append(group)
-        self.results.append(1)
-        if transfer is not None:
-            self.transfers[len(self.home) - 1] = transfer
-        return len(self.home) - 1
-
-    def kind(self, n: int) -> str | None:
-        """Of a collective."""
-        return self.transfers[n].step.kind if n in self.transfers else None
-
-    def apart(self, some: Iterable[int]) -> list[int]:
-        """Of some tasks in order, the first, and those that wait for none that is taken before."""
-        out, waiting, reached = dict[int, None](), set[int](), 0
-        for n in some:
-            for at in range(reached + 1, n + 1) if out else ():
-                if any(m in out or m in waiting for m in self.before[at]):
-                    waiting.add(at)
-            if n not in waiting:
-                out[n] = None
-            reached = n
-        return [*out]
 
 
 def decided_tasks(network: CostNetwork, states: Sequence[int]) -> Tasks:
@@ -288,119 +210,3 @@ def _moved(tasks: Tasks, network: CostNetwork, j: int, v: int, at: int, step: Re
     size *= dict(space.facts.moved[v].byte_factors).get(step.kind, 1.0)
     order = (j, made) if site.collective_class == "prefetch" else (made, j)
     return tasks.add(graph.ops[j].loop, (at,), transfer=Transfer(step, site, v, size, order))
-
-
-def fused(tasks: Tasks) -> Tasks:
-    """The same tasks with one for the ops of each kernel, as far as none then waits for itself, and none that only joins others."""
-    past = _past_joins(tasks)
-    waits = [tuple(dict.fromkeys(m for at in before for m in past[at])) for before in tasks.before]
-    leader = _leaders(tasks)
-    kept = [n for n, some in enumerate(past) if some == (n,)]
-    if (order := order_of(kept, waits, leader)) is None:
-        leader = _without_cycles(waits, leader)
-        order = order_of(kept, waits, leader)
-        assert order is not None
-    number = {first: n for n, first in enumerate(order)}
-    out = Tasks(
-        [0.0] * len(order),
-        [tasks.home[n] for n in order],
-        [()] * len(order),
-        group=[tasks.group[n] for n in order],
-        results=[0] * len(order),
-    )
-    before: list[dict[int, None]] = [{} for _ in order]
-    for n in kept:
-        at = number[leader[n]]
-        out.seconds[at] += tasks.seconds[n]
-        out.results[at] += tasks.results[n]
-        before[at].update((number[leader[m]], None) for m in waits[n] if leader[m] != leader[n])
-    out.before = [tuple(some) for some in before]
-    to = [tuple(number[leader[m]] for m in some) for some in past]
-    out.transfers = {number[n]: tasks.transfers[n] for n in order if n in tasks.transfers}
-    out.roots = {home: [m for n in some if n >= 0 for m in to[n]] for home, some in tasks.roots.items()}
-    out.made = {j: max(to[n]) if n >= 0 else n for j, n in tasks.made.items()}
-    out.computed = {j: to[n][0] for j, n in tasks.computed.items()}
-    return out
-
-
-def _past_joins(tasks: Tasks) -> list[tuple[int, ...]]:
-    """Per task itself, or what it waits for if it only joins others."""
-    out: list[tuple[int, ...]] = []
-    for n, (seconds, before) in enumerate(zip(tasks.seconds, tasks.before, strict=True)):
-        joins = not seconds and n not in tasks.transfers
-        out.append(tuple(dict.fromkeys(m for at in before for m in out[at])) if joins else (n,))
-    return out
-
-
-def _leaders(tasks: Tasks) -> list[int]:
-    """Per task, the first of its kernel: of a group of fused ops with as many collectives and loops before them.
-
-    Those of them that neither read each other nor an array in common are kernels of their own.
-    """
-    levels: list[int] = []
-    kernels: dict[tuple[int, int, int], list[tuple[int, int]]] = {}  # (first task, bits of the kernel's tasks and of what they read)
-    joined: dict[int, int] = {}  # first task of a kernel -> that of the one that it is part of
-    out: list[int] = []
-    computed = len(tasks.home)  # where the bits begin of what kernels compute for themselves
-    for n, (home, before, group) in enumerate(zip(tasks.home, tasks.before, tasks.group, strict=True)):
-        levels.append(max((levels[m] + (m in tasks.transfers or tasks.home[m] != home) for m in before), default=0))
-        out.append(n)
-        if group >= 0:
-            some, reads = kernels.setdefault((group, home, levels[n]), []), tasks.inside.get(n, 0) << computed
-            for m in before:
-                reads |= 1 << m
-            met = [k for k in some if not reads or k[1].bit_count() == 1 or k[1] & reads]
-            first = met[0][0] if met else n
-            joined.update((k[0], first) for k in met[1:])
-            for k in met:
-                reads |= k[1]
-            kernels[group, home, levels[n]] = [k for k in some if k not in met] + [(first, reads | 1 << n)]
-            out[n] = first
-    for n in range(len(out)):
-        while out[n] in joined:
-            out[n] = joined[out[n]]
-    return out
-
-
-def order_of(kept: Iterable[int], waits: Sequence[tuple[int, ...]], leader: Sequence[int]) -> list[int] | None:
-    """The first tasks of kernels, each behind those that its kernel waits for; None if some wait for each other."""
-    before: dict[int, dict[int, None]] = {}
-    for n in kept:
-        before.setdefault(leader[n], {}).update((leader[m], None) for m in waits[n] if leader[m] != leader[n])
-    out: list[int] = []
-    done: dict[int, bool] = {}  # False while what it waits for is visited
-    for root in before:
-        stack = [] if root in done else [(root, iter(before[root]))]
-        done.setdefault(root, False)
-        while stack:
-            at, left = stack[-1]
-            m = next((m for m in left if not done.get(m, False)), None)
-            if m is None:
-                done[at] = True
-                out.append(at)
-                stack.pop()
-            elif m in done:
-                return None
-            else:
-                done[m] = False
-                stack.append((m, iter(before[m])))
-    return out
-
-
-def _without_cycles(waits: Sequence[tuple[int, ...]], leader: Sequence[int]) -> list[int]:
-    """The kernels but for those that would wait for themselves: their ops are kernels of their own."""
-    kernels: dict[int, list[int]] = {}
-    for n, first in enumerate(leader):
-        kernels.setdefault(first, []).extend(leader[m] for m in waits[n])
-    cyclic = set(waiting_for_each_other(kernels))
-    return [n if first in cyclic else first for n, first in enumerate(leader)]
-
-
-def waiting_for_each_other(waits: Mapping[T, Iterable[T]]) -> list[T]:
-    """Those that wait for themselves by way of others. What each waits for is one of `waits`, too."""
-    number = {name: n for n, name in enumerate(waits)}
-    edges = np.array([(n, number[m]) for n, before in enumerate(waits.values()) for m in before], dtype=np.int64).reshape(-1, 2)
-    graph = csr_array((np.ones(len(edges)), (edges[:, 0], edges[:, 1])), shape=(len(number), len(number)))
-    _, component = connected_components(graph, connection="strong")
-    cyclic = np.bincount(component)[component] > 1
-    return [name for name, n in number.items() if cyclic[n]]

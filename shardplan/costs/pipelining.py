@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
 
-from shardplan.costs.decided_tasks import Tasks
+from shardplan.costs.kernel_tasks import Tasks
 from shardplan.ir.graph import Graph, Op
 from shardplan.mesh.cluster import CollectiveKind
 from shardplan.xla_model.combining import SUMS

@@ -18,7 +18,7 @@ from itertools import accumulate
 from math import inf, log2
 
 from shardplan.costs.decided_program import DecidedProgram
-from shardplan.costs.decided_tasks import OUTSIDE
+from shardplan.costs.kernel_tasks import OUTSIDE
 from shardplan.costs.pipelining import Member
 from shardplan.costs.pricing import ScheduleWindows
 from shardplan.mesh import collective

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from shardplan.costs.decided_program import DecidedProgram, decided_program
-from shardplan.costs.decided_tasks import Tasks
 from shardplan.costs.halo_exchange import Exchange
+from shardplan.costs.kernel_tasks import Tasks
 from shardplan.costs.memory_categories import categories
 from shardplan.costs.network import CostNetwork
 from shardplan.costs.options import Options, ReshardKey

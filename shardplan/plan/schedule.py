@@ -18,7 +18,7 @@ from typing import Literal
 import numpy as np
 
 from shardplan.costs.decided_program import DecidedProgram
-from shardplan.costs.decided_tasks import OUTSIDE
+from shardplan.costs.kernel_tasks import OUTSIDE
 from shardplan.costs.pipelining import NOTHING
 from shardplan.costs.states import PS
 from shardplan.files import portable

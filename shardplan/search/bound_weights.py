@@ -22,7 +22,7 @@ from ortools.graph.python.max_flow import SimpleMaxFlow
 
 from shardplan.costs.array_edges import ArrayEdge
 from shardplan.costs.bound_network import AROUND, KERNELS, LATENCY, NETWORK, Weights
-from shardplan.costs.decided_tasks import OUTSIDE
+from shardplan.costs.kernel_tasks import OUTSIDE
 from shardplan.costs.shared_collectives import shared_key
 from shardplan.costs.task import PlanningTask
 

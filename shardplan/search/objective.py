@@ -15,7 +15,7 @@ import numpy as np
 
 from shardplan.costs.build import build_network
 from shardplan.costs.decided_program import DecidedProgram, decided_program
-from shardplan.costs.decided_tasks import Tasks
+from shardplan.costs.kernel_tasks import Tasks
 from shardplan.costs.network import CostNetwork
 from shardplan.costs.pricing import Pricing, ScheduleWindows
 from shardplan.costs.schedule_windows import schedule_windows

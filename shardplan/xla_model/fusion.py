@@ -207,7 +207,8 @@ def fused_kernels(graph: Graph, rules: Sequence[Rule], kernels: Kernels) -> Fuse
     own, inside, rows, readers = [], [], set[int](), dict[int, set[Kernel]]()
     for at, op in enumerate(graph.ops):
         writes = any(kernels.written[v] or v in instead for v in op.outputs)
-        fused = writes and ends.isdisjoint(op.outputs) and (fuses(graph, rules, at) or op.traits.matmul)
+        row = op.traits.loop_slice and any(fuses(graph, rules, reader) for v in op.outputs for reader in graph.readers(v))
+        fused = writes and ends.isdisjoint(op.outputs) and (fuses(graph, rules, at) or op.traits.matmul or row)
         own.append(numbers[kernels.own[at]] if fused else -1)
         computed = () if writes or (op.traits.moves_nothing and not op.traits.copy) else kernels.inside[at]
         inside.append(tuple(sorted(numbers[key] for key in computed)))

@@ -58,13 +58,13 @@ def linear(*ins, out, **_):
     return elementwise(*ins, out=out, linear=True)
 
 
-@rule("copy", "name")
+@rule("copy", "name", traits=Traits(forwards_value=True))
 def identity(x, *, out, **_):
     """The operand: XLA sees none of them."""
     return elementwise(x, out=out, linear=True, fusion="view", flops=0)
 
 
-@rule("sharding_constraint", traits=Traits(sharding_constraint=True))
+@rule("sharding_constraint", traits=Traits(sharding_constraint=True, forwards_value=True))
 @rule("shard_alike", "reshard", "layout_constraint", "relayout", "with_memory_space_constraint")
 def sharding_constraint(*ins, out, **_):
     return elementwise(*ins, out=out, fusion="view", flops=0)

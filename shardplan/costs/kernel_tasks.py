@@ -1,0 +1,258 @@
+"""The tasks of a decided program, and which of them are one kernel.
+
+    fused ops     one kernel, as far as none then waits for itself
+    y -> z        y is written for others, too: by the kernel of z, which reads it, whatever else that waits for
+
+Ops of one group of fused ops with as many collectives and loops before them are one kernel, if they read each other or an array in
+common. So are an op and what it reads of its group, although the op waits for a collective: XLA merges a producer into its first
+consumer wherever that leaves no cycle. In the backward pass of a loop, a row of a stack is so written behind the gather that the kernel
+which reads it waits for, and the product of weights that reads it, too, hides no part of that gather.
+
+Facts: schedule-fused-kernels, schedule-merged-producers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+from scipy.sparse import csr_array
+from scipy.sparse.csgraph import connected_components
+
+from shardplan.mesh.reshard import ReshardStep
+from shardplan.xla_model.combining import CollectiveSite
+
+T = TypeVar("T")
+
+OUTSIDE = -1
+"""The computation that no loop holds."""
+
+
+class Transfer(NamedTuple):
+    """One collective of one array."""
+
+    step: ReshardStep
+    site: CollectiveSite
+    value: int
+    result_bytes: float  # on one device
+    order: tuple[int, int]  # of arrays that are combined: as they are needed, or as they are made
+
+
+@dataclass
+class Tasks:
+    """Tasks of all computations, in program order: each waits for earlier ones only.
+
+    Attributes:
+        seconds: of a kernel in one run; 0 of collectives.
+        home: the loop that runs it, or OUTSIDE.
+        before: what it waits for, in the order of its operands.
+        transfers: those that are collectives.
+        roots: by computation, the tasks whose results it hands out, in their order.
+        made: by op, the task after which its result is there, -1 if it is from the start.
+        computed: by op, the task that computes it first; those that take no time are missing.
+        group: of a kernel of fused ops, its number in `FusedKernels`; -1 of other tasks.
+        results: how many arrays it writes.
+        inside: by task, the ops whose results it computes for itself, for no kernel writes them: a bit for each.
+    """
+
+    seconds: list[float] = field(default_factory=list)
+    home: list[int] = field(default_factory=list)
+    before: list[tuple[int, ...]] = field(default_factory=list)
+    transfers: dict[int, Transfer] = field(default_factory=dict)
+    roots: dict[int, list[int]] = field(default_factory=dict)
+    made: dict[int, int] = field(default_factory=dict)
+    computed: dict[int, int] = field(default_factory=dict)
+    group: list[int] = field(default_factory=list)
+    results: list[int] = field(default_factory=list)
+    inside: dict[int, int] = field(default_factory=dict)
+
+    def add(self, home: int, before: Iterable[int], seconds: float = 0.0, transfer: Transfer | None = None, group: int = -1) -> int:
+        """A new task, its number; -1 for one that takes no time and waits for none."""
+        waits = tuple(dict.fromkeys(n for n in before if n >= 0))
+        if not seconds and transfer is None and len(waits) < 2:
+            return waits[0] if waits else -1
+        self.seconds.append(seconds)
+        self.home.append(home)
+        self.before.append(waits)
+        self.group.append(group)
+        self.results.append(1)
+        if transfer is not None:
+            self.transfers[len(self.home) - 1] = transfer
+        return len(self.home) - 1
+
+    def kind(self, n: int) -> str | None:
+        """Of a collective."""
+        return self.transfers[n].step.kind if n in self.transfers else None
+
+    def apart(self, some: Iterable[int]) -> list[int]:
+        """Of some tasks in order, the first, and those that wait for none that is taken before."""
+        out, waiting, reached = dict[int, None](), set[int](), 0
+        for n in some:
+            for at in range(reached + 1, n + 1) if out else ():
+                if any(m in out or m in waiting for m in self.before[at]):
+                    waiting.add(at)
+            if n not in waiting:
+                out[n] = None
+            reached = n
+        return [*out]
+
+
+def fused(tasks: Tasks) -> Tasks:
+    """The same tasks with one for the ops of each kernel, as far as none then waits for itself, and none that only joins others."""
+    past = _past_joins(tasks)
+    waits = [tuple(dict.fromkeys(m for at in before for m in past[at])) for before in tasks.before]
+    leader = _with_producers(tasks, waits, _leaders(tasks))
+    kept = [n for n, some in enumerate(past) if some == (n,)]
+    if (order := order_of(kept, waits, leader)) is None:
+        leader = _without_cycles(waits, leader)
+        order = order_of(kept, waits, leader)
+        assert order is not None
+    number = {first: n for n, first in enumerate(order)}
+    out = Tasks(
+        [0.0] * len(order),
+        [tasks.home[n] for n in order],
+        [()] * len(order),
+        group=[tasks.group[n] for n in order],
+        results=[0] * len(order),
+    )
+    before: list[dict[int, None]] = [{} for _ in order]
+    for n in kept:
+        at = number[leader[n]]
+        out.seconds[at] += tasks.seconds[n]
+        out.results[at] += tasks.results[n]
+        before[at].update((number[leader[m]], None) for m in waits[n] if leader[m] != leader[n])
+    out.before = [tuple(some) for some in before]
+    to = [tuple(number[leader[m]] for m in some) for some in past]
+    out.transfers = {number[n]: tasks.transfers[n] for n in order if n in tasks.transfers}
+    out.roots = {home: [m for n in some if n >= 0 for m in to[n]] for home, some in tasks.roots.items()}
+    out.made = {j: max(to[n]) if n >= 0 else n for j, n in tasks.made.items()}
+    out.computed = {j: to[n][0] for j, n in tasks.computed.items()}
+    return out
+
+
+def _past_joins(tasks: Tasks) -> list[tuple[int, ...]]:
+    """Per task itself, or what it waits for if it only joins others."""
+    out: list[tuple[int, ...]] = []
+    for n, (seconds, before) in enumerate(zip(tasks.seconds, tasks.before, strict=True)):
+        joins = not seconds and n not in tasks.transfers
+        out.append(tuple(dict.fromkeys(m for at in before for m in out[at])) if joins else (n,))
+    return out
+
+
+def _leaders(tasks: Tasks) -> list[int]:
+    """Per task, the first of its kernel: of a group of fused ops with as many collectives and loops before them.
+
+    Those of them that neither read each other nor an array in common are kernels of their own.
+    """
+    levels: list[int] = []
+    kernels: dict[tuple[int, int, int], list[tuple[int, int]]] = {}  # (first task, bits of the kernel's tasks and of what they read)
+    joined: dict[int, int] = {}  # first task of a kernel -> that of the one that it is part of
+    out: list[int] = []
+    computed = len(tasks.home)  # where the bits begin of what kernels compute for themselves
+    for n, (home, before, group) in enumerate(zip(tasks.home, tasks.before, tasks.group, strict=True)):
+        levels.append(max((levels[m] + (m in tasks.transfers or tasks.home[m] != home) for m in before), default=0))
+        out.append(n)
+        if group >= 0:
+            some, reads = kernels.setdefault((group, home, levels[n]), []), tasks.inside.get(n, 0) << computed
+            for m in before:
+                reads |= 1 << m
+            met = [k for k in some if not reads or k[1].bit_count() == 1 or k[1] & reads]
+            first = met[0][0] if met else n
+            joined.update((k[0], first) for k in met[1:])
+            for k in met:
+                reads |= k[1]
+            kernels[group, home, levels[n]] = [k for k in some if k not in met] + [(first, reads | 1 << n)]
+            out[n] = first
+    for n in range(len(out)):
+        while out[n] in joined:
+            out[n] = joined[out[n]]
+    return out
+
+
+class _Merging:
+    """Kernels that become one, pair by pair, as long as none then waits for itself by way of others."""
+
+    def __init__(self, waits: Sequence[tuple[int, ...]], leader: Sequence[int]):
+        self.waits, self.leader = waits, [*leader]  # per task, what it waits for, and the first of its kernel
+        self.members: dict[int, list[int]] = {}
+        for n, first in enumerate(leader):
+            self.members.setdefault(first, []).append(n)
+
+    def merge(self, n: int, m: int) -> None:
+        """Makes the kernels of tasks n and m one, if they can be."""
+        one, other = self.leader[n], self.leader[m]
+        if one != other and not self.waits_by_others(one, other) and not self.waits_by_others(other, one):
+            some = sorted(self.members.pop(one) + self.members.pop(other))
+            self.members[some[0]] = some
+            for at in some:
+                self.leader[at] = some[0]
+
+    def waits_by_others(self, one: int, other: int) -> bool:
+        """Whether a kernel waits for another one by way of a third."""
+        first = self.members[other][0]
+        stack, seen = [one], {one, other}
+        while stack:
+            at = stack.pop()
+            for k in dict.fromkeys(self.leader[m] for n in self.members[at] for m in self.waits[n]):
+                if k == other and at != one:
+                    return True
+                if k not in seen and self.members[k][-1] > first:  # tasks wait for earlier ones only
+                    seen.add(k)
+                    stack.append(k)
+        return False
+
+
+def _with_producers(tasks: Tasks, waits: Sequence[tuple[int, ...]], leader: Sequence[int]) -> list[int]:
+    """The kernels, each one with those of its group that make what it reads."""
+    merging, group, home = _Merging(waits, leader), tasks.group, tasks.home
+    for n, before in enumerate(waits):
+        for m in before:
+            if group[n] == group[m] >= 0 and home[n] == home[m]:
+                merging.merge(n, m)
+    return merging.leader
+
+
+def order_of(kept: Iterable[int], waits: Sequence[tuple[int, ...]], leader: Sequence[int]) -> list[int] | None:
+    """The first tasks of kernels, each behind those that its kernel waits for; None if some wait for each other."""
+    before: dict[int, dict[int, None]] = {}
+    for n in kept:
+        before.setdefault(leader[n], {}).update((leader[m], None) for m in waits[n] if leader[m] != leader[n])
+    out: list[int] = []
+    done: dict[int, bool] = {}  # False while what it waits for is visited
+    for root in before:
+        stack = [] if root in done else [(root, iter(before[root]))]
+        done.setdefault(root, False)
+        while stack:
+            at, left = stack[-1]
+            m = next((m for m in left if not done.get(m, False)), None)
+            if m is None:
+                done[at] = True
+                out.append(at)
+                stack.pop()
+            elif m in done:
+                return None
+            else:
+                done[m] = False
+                stack.append((m, iter(before[m])))
+    return out
+
+
+def _without_cycles(waits: Sequence[tuple[int, ...]], leader: Sequence[int]) -> list[int]:
+    """The kernels but for those that would wait for themselves: their ops are kernels of their own."""
+    kernels: dict[int, list[int]] = {}
+    for n, first in enumerate(leader):
+        kernels.setdefault(first, []).extend(leader[m] for m in waits[n])
+    cyclic = set(waiting_for_each_other(kernels))
+    return [n if first in cyclic else first for n, first in enumerate(leader)]
+
+
+def waiting_for_each_other(waits: Mapping[T, Iterable[T]]) -> list[T]:
+    """Those that wait for themselves by way of others. What each waits for is one of `waits`, too."""
+    number = {name: n for n, name in enumerate(waits)}
+    edges = np.array([(n, number[m]) for n, before in enumerate(waits.values()) for m in before], dtype=np.int64).reshape(-1, 2)
+    graph = csr_array((np.ones(len(edges)), (edges[:, 0], edges[:, 1])), shape=(len(number), len(number)))
+    _, component = connected_components(graph, connection="strong")
+    cyclic = np.bincount(component)[component] > 1
+    return [name for name, n in number.items() if cyclic[n]]
