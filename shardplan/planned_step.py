@@ -111,22 +111,28 @@ class PlannedStep:
     def _refuse(self, leaves: Sequence, error: Exception) -> None:
         """Says in words what jit says of donated arrays that are used again, and of shapes in place of arrays."""
         paths = [(leaf.path, x) for leaf, x in zip(self.plan.inputs, leaves, strict=True)]
-        gone = [path for path, x in paths if isinstance(x, jax.Array) and x.is_deleted()]
-        if gone and "deleted" in str(error):
-            more = f" and {len(gone) - 1} more arrays were" if len(gone) > 1 else " was"
-            raise ShardingError(
-                f"{gone[0]}{more} donated to an earlier call, or deleted; an array that was donated cannot be used again.\n"
-                "  ways out: go on with what the step returns, state, loss = step(state, batch); or drop donate_argnums"
-            ) from error
+        if "deleted" in str(error):
+            self._refuse_deleted(leaves, error)
         if shapes := [path for path, x in paths if isinstance(x, jax.ShapeDtypeStruct)]:
             raise ShardingError(
                 f"{shapes[0]} is a shape, which can be planned with but not run.\n"
                 "  ways out: step.plan(...) plans from shapes; step.init(create_state, key) makes a state of arrays"
             ) from error
 
+    def _refuse_deleted(self, leaves: Sequence, error: Exception | None = None) -> None:
+        """Says which arrays were donated before: on several devices of a CPU XLA ends the process that donates them again."""
+        if gone := [leaf.path for leaf, x in zip(self.plan.inputs, leaves, strict=True) if _jax.is_deleted(x)]:
+            more = f" and {len(gone) - 1} more arrays were" if len(gone) > 1 else " was"
+            raise ShardingError(
+                f"{gone[0]}{more} donated to an earlier call, or deleted; an array that was donated cannot be used again.\n"
+                "  ways out: go on with what the step returns, state, loss = step(state, batch); or drop donate_argnums"
+            ) from error
+
     def _with_own_buffers(self, operands: tuple, foreign: bool) -> tuple:
         """The operands, copied where a donated one is given twice: XLA refuses that, and ends the process on several devices."""
         leaves, tree = jax.tree.flatten(operands)
+        if any(_jax.is_deleted(leaves[n]) for n in self.donated):
+            self._refuse_deleted(leaves)
         same = buffer if foreign else id
         if len(set(map(same, leaves))) == len(leaves):
             return operands

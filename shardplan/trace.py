@@ -91,12 +91,15 @@ def _watched(fun: Callable) -> Callable:
         before = jax.tree.leaves((args, kwargs))
         out = fun(*args, **kwargs)
         after = jax.tree_util.tree_leaves_with_path((args, kwargs))
-        returned = {id(x) for x in jax.tree.leaves(out)}
+        results = jax.tree_util.tree_leaves_with_path(out)
+        returned = {id(x) for _, x in results}
         lost = [
             keys
             for x, (keys, y) in zip(before, after, strict=False)
             if x is not y and id(y) not in returned and isinstance(keys[-1], jax.tree_util.GetAttrKey)
         ]
+        # A leaf of the same name is the new one: transforms of nnx write to modules what stays as it was, too.
+        lost = [keys for keys in lost if not any(of[len(of) - len(keys) + 2 :] == keys[2:] for of, _ in results)]
         if lost and len(after) == len(before):
             path = jax.tree_util.keystr(lost[0][1:], simple=True, separator="/")
             more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""

@@ -59,6 +59,22 @@ def test_an_nnx_module_that_is_read_or_returned_is_not_warned_of():
         auto(trained).plan(Net(nnx.Rngs(0)), X)
 
 
+def test_a_state_whose_transforms_write_what_stays_as_it_was_is_not_warned_of():
+    """`nnx.remat` in `nnx.scan` gives the merged module new tracers of its old values."""
+    layers = nnx.split_rngs(splits=4)(nnx.vmap(lambda rngs: nnx.Linear(8, 8, rngs=rngs), in_axes=(0,), out_axes=0))(nnx.Rngs(0))
+    graph, state = nnx.split(layers)
+
+    def trained(state, x):
+        layer = nnx.remat(lambda x, layer: jnp.tanh(layer(x)) + x)
+        model = nnx.merge(graph, state)
+        grads = nnx.grad(lambda m: jnp.mean(nnx.scan(layer, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, m) ** 2))(model)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, nnx.state(model), grads)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        auto(trained).plan(state, X)
+
+
 def test_functions_held_by_a_module_are_parted_from_its_arrays():
     model = eqx.nn.MLP(8, 8, 16, 1, key=jax.random.key(0))
     with pytest.raises(

@@ -69,6 +69,15 @@ def donated_twice():
     return train(w, x)
 
 
+def sharded_and_donated_twice():
+    """XLA for CPU ends the process that donates a shard twice."""
+    train = auto(mesh(), donate_argnums=0, in_shardings=(P("data"), None))(step)
+    w, x = jnp.ones((64, 64)), jnp.ones((64, 64))
+    w = jax.device_put(w, train.plan(w, x).in_shardings[0][0])
+    train(w, x)
+    return train(w, x)
+
+
 def with_wrong_shard_map(w):
     other = jax.make_mesh((8,), ("q",))
     return jax.shard_map(lambda v: v * 2, mesh=other, in_specs=P("q"), out_specs=P("q"))(w)
@@ -199,6 +208,11 @@ MISTAKES = {  # what a person does -> how, and what is said; … stands for anyt
     ),
     "a donated state used again": (
         donated_twice,
+        "w was donated to an earlier call, or deleted; an array that was donated cannot be used again.…ways out: go on with "
+        "what the step returns",
+    ),
+    "shards of a donated state used again": (
+        sharded_and_donated_twice,
         "w was donated to an earlier call, or deleted; an array that was donated cannot be used again.…ways out: go on with "
         "what the step returns",
     ),

@@ -5,6 +5,7 @@ axis, every search, and inside as well as outside `jax.set_mesh`.
 """
 
 import contextlib
+import functools
 import itertools
 
 import jax
@@ -145,3 +146,9 @@ def test_a_scan_of_no_trip():
     planned = shardplan.auto(make_mesh((2, 4), "auto"), in_shardings=(P(None, "model"), P("data"), None))(step)
     assert not planned.plan(w, x, rows).context.planned.graph.loops
     assert_same(planned(w, x, rows), jax.jit(step)(w, x, rows))
+
+
+def test_what_a_scan_of_no_trip_hands_on_is_no_weaker():
+    step = functools.partial(jax.lax.scan, lambda total, row: (total + row.sum(), total), 0.0)
+    results = [run(jax.numpy.zeros((0, 8))) for run in (jax.jit(step), shardplan.auto(make_mesh((8,), "auto"))(step))]
+    assert [x.weak_type for x in results[0]] == [x.weak_type for x in results[1]]

@@ -1,5 +1,8 @@
 """Dims that a mesh axis does not divide: sharded in nearly equal blocks inside the step, with the same numbers."""
 
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -108,6 +111,39 @@ def test_xla_adds_what_it_fills_up_updates_with():
     plain = jax.jit(lambda *xs: rows(*xs, lambda x: x))(*args)
     np.testing.assert_allclose(placed[1:], plain[1:], rtol=1e-6)
     assert (placed[0] == 2).all() and not plain[0].any()
+
+
+EACH = lax.ScatterDimensionNumbers((), (1,), (1,), operand_batching_dims=(0,), scatter_indices_batching_dims=(0,))
+
+
+@pytest.mark.parametrize(("dtype", "beyond"), [("uint32", 2**32 - 1), ("uint8", 255), ("int16", -1), ("int32", 2**31 - 1)])
+def test_indices_of_any_dtype_may_lie_in_unequal_blocks(dtype, beyond):
+    rng = np.random.default_rng(0)
+    indices = rng.integers(0, 6, (8, 6, 1))
+    indices[::2, 0] = beyond
+    operands = [jnp.asarray(x) for x in (rng.normal(size=(8, 4)), indices.astype(dtype), rng.normal(size=(8, 6)))]
+    (eqn,) = jax.make_jaxpr(lambda *xs: lax.scatter_add(*xs, EACH, mode="fill"))(*operands).eqns
+    strategies = list(unequal_strategies(eqn, MESH))
+    assert strategies and not list(wrong_strategies(eqn, operands, make_mesh((2, 3)), strategies))
+
+
+ABORTS = """
+import jax, jax.numpy as jnp
+from jax import lax
+mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+split = lambda x: lax.with_sharding_constraint(x, jax.NamedSharding(mesh, jax.P("x")))
+each = lax.ScatterDimensionNumbers((), (1,), (1,), operand_batching_dims=(0,), scatter_indices_batching_dims=(0,))
+step = lambda x, i, u: split(lax.scatter_add(split(x * 2), split(i + 1), split(u * 2), each, mode="clip"))
+jax.jit(step)(jnp.ones((60, 16)), jnp.zeros((60, 16, 1), {dtype!r}), jnp.ones((60, 16)))
+"""
+
+
+@pytest.mark.parametrize(("dtype", "aborts"), [("int32", False), ("uint32", True)])
+def test_xla_aborts_on_indices_of_other_dtypes_in_unequal_blocks(dtype, aborts):
+    """Fact uneven-indices-of-int32: if this fails, `shardplan/emit/uneven.py` may leave indices as they are."""
+    done = subprocess.run([sys.executable, "-c", ABORTS.format(dtype=dtype)], capture_output=True, text=True)
+    assert (done.returncode != 0) is aborts, done.stderr[-2000:]
+    assert ("Check failed" in done.stderr) is aborts
 
 
 def paths(shape, src: Layout, dst: Layout) -> list[tuple[str, float]]:

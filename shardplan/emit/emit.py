@@ -173,7 +173,8 @@ class _Scope:
         inner, n_consts, n_carry = _jax.scan_parts(eqn)
         if not p["length"]:  # as XLA does (fact: loop-of-no-trip)
             stacks = _jax.bind(eqn, operands)[n_carry:]
-            return [*operands[n_consts : n_consts + n_carry], *self.results(path, "ys", stacks)]
+            carries = zip(operands[n_consts : n_consts + n_carry], eqn.outvars, strict=False)
+            return [*(_jax.typed_as(x, v.aval) for x, v in carries), *self.results(path, "ys", stacks)]
         if p["length"] == 1:  # as XLA does (fact: loop-of-one-trip)
             split = n_consts + n_carry
             rows = self.reads(path, "xs", operands[split:])

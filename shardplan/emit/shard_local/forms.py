@@ -207,7 +207,7 @@ def run(eqn, values: Sequence, operands: Layouts, results: Layouts, mesh) -> lis
         return _jax.bind(eqn, jax.lax.optimization_barrier(list(values)))
     layouts = [layout or Layout(()) if not v.aval.ndim else layout for v, layout in zip(eqn.invars, operands, strict=True)]
     made = [layout or Layout(()) if not v.aval.ndim else layout for v, layout in zip(eqn.outvars, results, strict=True)]
-    if traits.scatter == "add" and (padded := uneven.scatter_add(eqn, values, layouts[2], mesh)):
+    if traits.scatter == "add" and (padded := uneven.scatter_add(eqn, values, layouts, mesh)):
         return padded
     read = [x for x in layouts if x is not None]
     local = None
