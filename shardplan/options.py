@@ -197,6 +197,15 @@ class AutoOptions:
                 f"devices of this machine's CPU, {memory} each.\n  way out: {named}"
             )
 
+    def warn_of_other_prices(self) -> None:
+        """Warns where a plan that is reused has other prices than the user names."""
+        if self.cluster is not None and self.saved_plan is not None and self.saved_plan.cluster != self.machine.name:
+            warn(
+                f"plan= is priced as {self.saved_plan.cluster}, not as {self.machine.name}, which cluster= names; it is reused as "
+                "it is.\n"
+                "  way out: without plan=, which plans anew"
+            )
+
     @functools.cached_property
     def own_flags(self) -> Flags:
         """The user's own compiler options; {} for "auto" and None."""

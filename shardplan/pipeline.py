@@ -16,7 +16,7 @@ from dataclasses import replace
 import numpy as np
 
 from shardplan.costs.options import Options
-from shardplan.costs.pins import untie_pinned_state
+from shardplan.costs.pins import pin_description, pins_by_op, untie_pinned_state
 from shardplan.costs.task import Candidate, PlanningTask, Stopwatch
 from shardplan.emit.decide import decide
 from shardplan.errors import ShardingError
@@ -52,10 +52,13 @@ def make_plan(traced: Traced, mesh: MeshShape, cluster: Cluster, options: Option
         options = replace(options, xla=tuple(dict.fromkeys(x.without_loops(options.own_xla) for x in options.xla)))
     stopwatch.lap("graph")
     task = PlanningTask(graph, Resharder(mesh, cluster), options, stopwatch)
-    memory = saved_memory(task) if options.memory_saving else options.memory
     searches = {name: pkgutil.resolve_name(SEARCHES[name])(task) for name in (options.search, "ilp")}
+    memory, known = options.memory, None
+    if options.memory_saving:
+        known, fastest = _found(task, searches, memory, None)
+        memory = memory if fastest is None else saved_memory(known, fastest)
     less = None if memory is None else (1 - options.reserve) * memory
-    found, chosen = _found(task, searches, less, near)
+    found, chosen = _found(task, searches, less, near, known)
     if chosen is None and less != memory:
         found, chosen = _found(task, searches, memory, near)
     chosen = chosen or _lowest_peak(task, searches["ilp"], found, memory)
@@ -73,11 +76,13 @@ def make_plan(traced: Traced, mesh: MeshShape, cluster: Cluster, options: Option
 
 
 def _found(
-    task: PlanningTask, searches: Mapping[str, Search], limit: float | None, near: Planned | None
+    task: PlanningTask, searches: Mapping[str, Search], limit: float | None, near: Planned | None, known: Candidates | None = None
 ) -> tuple[Candidates, Judged | None]:
-    """All plans that the first search that takes the task finds, and the one to take; None where none fits."""
+    """All plans that the first search that takes the task finds, and the known ones that fit; the one to take, None if none fits."""
     plans_of = (search.plan(limit) for search in searches.values())
     found = next(plans for plans in plans_of if plans is not None)
+    if known is not None:
+        found.adopt(x for x in known.judged.values() if limit is None or x.peak_bytes <= limit)
     least = None if near is None else _judged_again(task, found, near)
     found.combine_otherwise()
     return found, found.simplest(least)
@@ -108,6 +113,10 @@ def _lowest_peak(task: PlanningTask, search: Search, found: Candidates, limit: f
     if limit is None or lowest is None:
         raise ShardingError(pins_contradict())
     if lowest.peak_bytes > limit:
-        raise ShardingError(no_plan_fits(lowest.network, lowest.states, limit, least_memory(task, limit)))
+        ops = task.space.graph.ops
+        pinned = [
+            ops[i].label or pin_description(ops[i], pins) for i, pins in sorted(pins_by_op(task.space.graph, task.options).items())
+        ]
+        raise ShardingError(no_plan_fits(lowest.network, lowest.states, limit, least_memory(task, limit), pinned))
     lowest = replace(lowest, limit=limit)
     return compiled(task, lowest, thresholds(lowest.xla) if task.options.chooses_xla else ())

@@ -32,7 +32,15 @@ from shardplan.plan.describe import describe
 from shardplan.plan.padded import cut, fill, held
 from shardplan.plan.planned import Planned
 from shardplan.plan.program import line_name, source_lines
-from shardplan.plan.reuse import SharedState, decisions_but_scalars, matching_pins, refuse_other_state, saved_decisions, shared_state
+from shardplan.plan.reuse import (
+    SharedState,
+    decisions_but_scalars,
+    matching_pins,
+    refuse_other_state,
+    refuse_unmet,
+    saved_decisions,
+    shared_state,
+)
 from shardplan.plan.unknown import warn_of_unknown
 from shardplan.planned_step import PlanContext, PlannedStep
 from shardplan.processes import PROGRAM, Announcement, Announcements, Processes
@@ -139,6 +147,8 @@ def _planned(
     if (saved := options.saved_plan) is not None:
         if (decisions := saved_decisions(saved, step.traced, options.shape)) is not None:
             refuse_other_state(saved, like.pins)
+            refuse_unmet(saved, step.traced, asked, options.given_bytes)
+            options.warn_of_other_prices()
             return taken_over(structs.replace(saved, compiler_options=options.flags(saved.compiler_options)), decisions)
         asked = matching_pins(saved, step.traced, asked, like.pins)
     else:

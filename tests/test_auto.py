@@ -526,6 +526,8 @@ def test_memory_may_be_saved_for_its_own_sake():
     peaks, seconds = [p.memory().peak for p in plans], [p.seconds["total"] for p in plans]
     assert sorted(peaks, reverse=True) == peaks and peaks[3] < peaks[0]
     assert sorted(seconds) == seconds and all(p.memory().peak <= p.memory().limit for p in plans[1:])
+    saved = [peaks[0] - p.memory().limit for p in plans[1:]]  # of the way from the fastest plan's peak to the least
+    assert saved[0] > 0 and saved == pytest.approx([saved[0] * n for n in (1, 2, 3)], rel=1e-6)
     with pytest.raises(ShardingError, match="'heavy' needs to know the fastest plan first"):
         shardplan.auto(abstract, memory="heavy", search="recursive")
 

@@ -309,6 +309,26 @@ MISTAKES = {  # what a person does -> how, and what is said; … stands for anyt
         "no plan fits 3.91 KiB per device on mesh data=2, model=4.…lowest peak found: 8 KiB, at test_mistakes.py:… in step   "
         "[…]…ways out: a larger mesh",
     ),
+    "too little memory for what is pinned": (
+        lambda: planned(memory="8KB", pins={"x": P()}, donate_argnums=0),
+        "no plan fits 7.81 KiB per device on mesh data=2, model=4.…ways out: no pin on x, a larger mesh, jax.checkpoint around",
+    ),
+    "less memory than a plan takes that is reused": (
+        lambda: planned(plan=plan(), memory="4KB"),
+        "plan= takes … per device, memory= allows 3.91 KiB.…ways out: plan= alone; or without plan=, which plans anew",
+    ),
+    "a pin that is not met by a plan that is reused": (
+        lambda: planned(plan=planned(pins={"w": P("data")}), pins={"w": P("model")}),
+        "pin 'w' on w float32[64,64] asks for P('model', None), plan= has it as P('data', None).…ways out: plan= alone",
+    ),
+    "an output that a plan that is reused has elsewhere": (
+        lambda: planned(plan=planned(out_shardings=(P("data"), None)), out_shardings=(P("model"), None)),
+        "out_shardings on 0 float32[64,64] asks for P('model', None), plan= has it as P('data', None)",
+    ),
+    "a pin on no input, beside a plan that is reused": (
+        lambda: planned(plan=plan(), pins={"ww": P("data")}),
+        "pin 'ww' matches no input of the step",
+    ),
     # ---- machines
     "a cluster with a typo": (
         lambda: planned(cluster="h1000"),
@@ -615,3 +635,16 @@ def test_a_mistake_on_the_command_line_is_one_message_and_status_2(command, tmp_
     assert main(command.split()) == 2
     said = [line for line in capsys.readouterr().err.splitlines() if "warning:" not in line and "AbstractMesh" not in line]
     assert said_by(f"shardplan: {COMMANDS[command]}").search("\n".join(said)), said
+
+
+def test_a_plan_that_is_reused_may_have_the_pins_that_it_was_made_with():
+    pins = {"w": P("data"), "x": P(None, "model")}
+    made = planned(pins=pins)
+    assert planned(plan=made, pins=pins, memory="1GB").in_shardings == made.in_shardings
+
+
+def test_prices_that_a_plan_that_is_reused_does_not_have_are_warned_of():
+    with pytest.warns(ShardingWarning, match=r"plan= is priced as .*, not as h100, which cluster= names; it is reused as it is\."):
+        planned(plan=plan(), cluster="h100")
+    with pytest.warns(ShardingWarning, match=r"memory= asks for a plan that saves memory, and plan= is reused as it is\."):
+        planned(plan=plan(), memory="heavy")

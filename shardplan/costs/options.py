@@ -52,7 +52,7 @@ class Options:
         progress: called by the solver with (states, bound, gap), or None.
         corrections: what strategies and reshards cost beyond the model.
         reserve: fraction of `memory` that is left free if some plan fits in the rest.
-        memory_saving: how far memory has to go down from the fastest plan's peak (0) to that of least average memory (1).
+        memory_saving: how far memory has to go down from the fastest plan's peak (0) to the lowest one found (1).
         overlap: whether background collectives overlap with compute, on a cluster that can.
         xla: XLA's compiler options to choose among; of equal ones the first.
         own_xla: the user's own compiler options.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
@@ -91,15 +91,13 @@ def _allowed(space: StrategySpace, i: int, wanted: list[Pin], axes: tuple[str, .
     op, layouts = space.graph.ops[i], space.strategies[i].results[0]
     shape, place = tuple(op.outs[0].shape), f" at {op.source}" if op.traits.sharding_constraint else ""
     ways, hint = ("ways out:", ', or auto(mesh, user_shardings="hint")') if place else ("way out:", "")
-    what = f"{op.label or op.primitive} {op.outs[0].dtype}[{','.join(map(str, shape))}]"
-    splitting = {a for a in axes if space.mesh.size(a) > 1}  # an axis of one device leaves a dim whole: no strategy names it
+    what = _described(op)
     mask = np.ones(len(layouts), dtype=bool)
     for n, (who, dims) in enumerate(wanted):
         _check_pin(who := f"{who}{place} on {what}", dims, op, space.mesh)
         if 0 in shape:
             continue  # what has no elements stays whole, and lies in every layout
-        known = [d if d == FREE else tuple(a for a in d if a in splitting) for d in dims]
-        mask = mask & np.array([all(d in (FREE, x) for d, x in zip(known, layout.dims, strict=True)) for layout in layouts])
+        mask = mask & np.array([meets(layout, dims, space.mesh, axes) for layout in layouts])
         if not mask.any():
             if n:
                 others = " and ".join(f"{w}{place} = {pin_text(d)}" for w, d in wanted[: n + 1])
@@ -109,6 +107,30 @@ def _allowed(space: StrategySpace, i: int, wanted: list[Pin], axes: tuple[str, .
                 f"  {ways} axes of one dim in mesh order, or one of them last, each axis once{hint}"
             )
     return mask
+
+
+def _described(op: Op) -> str:
+    return f"{op.label or op.primitive} {op.outs[0].dtype}[{','.join(map(str, op.outs[0].shape))}]"
+
+
+def meets(layout: Layout, dims: PinDims, mesh: MeshShape, axes: Collection[str]) -> bool:
+    """Whether a layout is what a pin asks for on these mesh axes; one of a single device leaves a dim whole: no layout names it."""
+    known = (d if d == FREE else tuple(a for a in d if a in axes and mesh.size(a) > 1) for d in dims)
+    return all(d in (FREE, x) for d, x in zip(known, layout.dims, strict=True))
+
+
+def unmet_pin(graph: Graph, options: Options, layouts: Mapping[int, Layout], mesh: MeshShape) -> tuple[str, Layout] | None:
+    """The first pin that these layouts of inputs and outputs, by op, do not meet, in words, and the layout; None if all are met.
+
+    Raises:
+        ShardingError: on a pin that matches no input or cannot be.
+    """
+    for i, wanted in sorted(pins_by_op(graph, options).items()):
+        for who, dims in wanted if i in layouts else ():
+            _check_pin(f"{who} on {_described(graph.ops[i])}", dims, graph.ops[i], mesh)
+            if 0 not in graph.ops[i].outs[0].shape and not meets(layouts[i], dims, mesh, mesh.axes):
+                return f"{who} on {_described(graph.ops[i])} asks for {pin_text(dims)}", layouts[i]
+    return None
 
 
 def _check_pin(who: str, dims: PinDims, op: Op, mesh: MeshShape) -> None:
@@ -127,6 +149,8 @@ def _check_pin(who: str, dims: PinDims, op: Op, mesh: MeshShape) -> None:
         fills_up = Layout((axes,)).splits((shape[d],), mesh)
         if shape[d] % mesh.size(*axes) and not (fills_up and (op.padded or op.traits.sharding_constraint)):
             held = "pad_state=True for what the step returns in its place, or " if fills_up and not op.padded else ""
+            alone = [a for a in axes if op.padded and Layout(((a,),)).splits((shape[d],), mesh)]
+            held = f"{alone[-1]!r} alone, as dims that are held padded are sharded over one axis, or " if alone else held
             if op.traits.sharding_constraint:
                 held = 'auto(mesh, user_shardings="hint"), '
             raise ShardingError(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from shardplan.costs.memory_categories import categories, memory_by_category
 from shardplan.costs.network import CostNetwork
 from shardplan.ir.graph import Graph
 from shardplan.mesh.layout import MeshShape, splits_unevenly
-from shardplan.units import format_memory
+from shardplan.units import format_memory, listed
 
 
 def pins_contradict() -> str:
@@ -14,7 +16,7 @@ def pins_contradict() -> str:
     return "no plan exists: the pins contradict each other.\n  way out: drop one of them"
 
 
-def no_plan_fits(network: CostNetwork, states: tuple[int, ...], limit: float, least_bytes: float) -> str:
+def no_plan_fits(network: CostNetwork, states: tuple[int, ...], limit: float, least_bytes: float, pinned: Sequence[str] = ()) -> str:
     """Why no plan fits a memory limit, and ways out.
 
     Args:
@@ -22,6 +24,7 @@ def no_plan_fits(network: CostNetwork, states: tuple[int, ...], limit: float, le
         states: of the plan of the lowest peak that any search found.
         limit: bytes per device.
         least_bytes: a lower bound of the peak of every plan.
+        pinned: what the user pins, in words.
     """
     graph, memory = network.space.graph, network.profile(states)
     step, peak = int(memory.argmax()), float(memory.max())
@@ -30,17 +33,24 @@ def no_plan_fits(network: CostNetwork, states: tuple[int, ...], limit: float, le
     parts = ", ".join(f"{category} {format_memory(n)}" for category, n in shares.items() if n > 0.005 * peak)
     proven = least_bytes > limit
     bound = "" if abs(peak - least_bytes) < 0.005 * peak else f"; no plan takes less than {format_memory(least_bytes)}"
-    pad = "pad_state=True, " if has_state_to_pad(graph, network.space.mesh) else ""
+    ways = ["pad_state=True"] if has_state_to_pad(graph, network.space.mesh) else []
+    ways += [f"no pin on {listed(pinned, 3)}"] if pinned else []
+    ways += ["a larger mesh"]
+    ways += ["donate_argnums for the state"] if any(start not in graph.donated for start, _ in _state(graph)) else []
     what = "no plan fits" if proven else "no plan found fits"
     return (
         f"{what} {format_memory(limit)} per device on mesh {network.space.mesh}.\n"
         f"  lowest peak found: {format_memory(peak)}, at {op.source} in {op.source.function or op.primitive}   [{parts}]{bound}\n"
-        f"  ways out: {pad}a larger mesh, donate_argnums for the state, jax.checkpoint around {op.source}, or memory={peak * 1.001:.4g}"
+        f"  ways out: {', '.join(ways)}, jax.checkpoint around {op.source}, or memory={peak * 1.001:.4g}"
     )
 
 
 def has_state_to_pad(graph: Graph, mesh: MeshShape) -> bool:
     """Whether a mesh axis could shard state that it does not divide if the state were held padded, and it may not be."""
-    ends = ((graph.ops[i], graph.ops[j]) for i, j in graph.same_layout)
-    state = (arg for arg, out in ends if arg.traits.step_input and out.traits.step_output and not arg.padded)
-    return any(splits_unevenly(n, k) for arg in state for n in arg.outs[0].shape for k in mesh.sizes)
+    held = (graph.ops[i] for i, _ in _state(graph) if not graph.ops[i].padded)
+    return any(splits_unevenly(n, k) for arg in held for n in arg.outs[0].shape for k in mesh.sizes)
+
+
+def _state(graph: Graph) -> list[tuple[int, int]]:
+    """Inputs of the step that it returns anew, each with that output."""
+    return [(i, j) for i, j in graph.same_layout if graph.ops[i].traits.step_input and graph.ops[j].traits.step_output]

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from shardplan.costs.options import Options, PinDims
-from shardplan.costs.pins import pin_text
+from shardplan.costs.pins import pin_text, unmet_pin
 from shardplan.emit.emit import EmitDecision
 from shardplan.errors import PlanFileError, ShardingError, warn
 from shardplan.ir.graph import Graph, Op, Path
@@ -276,6 +276,31 @@ def refuse_other_state(plan: Plan, pins: Mapping[int, PinDims]) -> None:
                 f"plan= has {leaf.path} as {leaf.layout}, state_like= as {pin_text(dims)}.\n"
                 "  ways out: state_like= alone, which plans anew; plan= alone, which moves the state at every call"
             )
+
+
+def refuse_unmet(plan: Plan, traced: Traced, options: Options, given_bytes: float | None) -> None:
+    """Holds what the user asks for besides a saved plan against it.
+
+    Args:
+        plan: that is reused for the very program that it was made for.
+        traced: the step.
+        options: with the pins, and `memory_saving`.
+        given_bytes: per device, that `memory=` names; None if it names none.
+
+    Raises:
+        ShardingError: a pin, a sharding or the memory is not what the plan has; or a pin that cannot be.
+    """
+    ends = (traced.graph.args, plan.inputs), (traced.graph.outs, plan.outputs)
+    layouts = {i: leaf.layout for ops, leaves in ends for i, leaf in zip(ops, leaves, strict=True)}
+    ways = "ways out: plan= alone; or without plan=, which plans anew"
+    if (unmet := unmet_pin(traced.graph, options, layouts, plan.mesh)) is not None:
+        asked, layout = unmet
+        raise ShardingError(f"{asked}, plan= has it as {layout}.\n  {ways}")
+    if given_bytes is not None and plan.memory().peak > given_bytes:
+        needed = format_memory(plan.memory().peak)
+        raise ShardingError(f"plan= takes {needed} per device, memory= allows {format_memory(given_bytes)}.\n  {ways}")
+    if options.memory_saving:
+        warn(f"memory= asks for a plan that saves memory, and plan= is reused as it is.\n  {ways}")
 
 
 def _of_path(leaves: Sequence[Leaf], label: str) -> Leaf | None:

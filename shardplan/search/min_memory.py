@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 
 from shardplan.costs.build import build_network
-from shardplan.costs.network import CostNetwork
 from shardplan.costs.pricing import Pricing
 from shardplan.costs.task import Candidate, PlanningTask
 from shardplan.ilp.solver.min_peak import minimize_peak
@@ -72,16 +70,11 @@ def lowest_peak_plan(plans: Callable[[float], Candidates], found: Candidates, li
     return lowest
 
 
-def saved_memory(task: PlanningTask) -> float:
-    """Bytes per device that `Options.memory_saving` leaves: so far from the fastest plan's peak to the least average plan's."""
-    options, network = task.options, functools.partial(build_network, task.space, task.resharder, allowed=task.allowed)
-
-    def peak(found: CostNetwork, states: tuple[int, ...]) -> float:
-        return network(found.problem.limit, pricing=Pricing(combined=found.combined_groups(states))).peak(states)
-
-    free = network(None)
-    fastest = peak(free, solve(free.problem).states)
-    limited = network(fastest)
-    least = peak(limited, min_average_memory(limited.problem))
-    budget = fastest - options.memory_saving * max(0.0, fastest - least)
-    return budget if options.memory is None else min(budget, options.memory)
+def saved_memory(found: Candidates, fastest: Judged) -> float:
+    """Bytes per device that `Options.memory_saving` leaves: so far from the fastest plan's peak to the lowest one found."""
+    network = found.task.network(fastest.network.pricing, fastest.peak_bytes)
+    if states := min_peak_memory(network.problem):
+        found.add(Candidate(network, Solution("feasible", states, network.problem.objective(states), 0.0)))
+    lowest = found.lowest_peak()
+    assert lowest is not None
+    return fastest.peak_bytes - found.task.options.memory_saving * (fastest.peak_bytes - lowest.peak_bytes)
