@@ -482,6 +482,10 @@ MISTAKES = {  # what a person does -> how, and what is said; … stands for anyt
         lambda: plan().replan(mesh={"data": "8"}),
         "mesh={'data': '8'}: {'data': '8'} is no number of devices.…way out: such as {'data': 2, 'model': 4}",
     ),
+    "a mesh as text, planned anew": (
+        lambda: plan().replan(mesh="data=8"),
+        "mesh='data=8': 'data=8' is no number of devices.…way out: such as {'data': 2, 'model': 4}",
+    ),
     "rules below a number": (
         lambda: plan().to_rules(3),
         "rules are of the inputs below a path, not int.…way out: such as 'state/params'",
