@@ -186,16 +186,6 @@ def bind(eqn, operands, params=None, context: bool = True):
     return list(out) if eqn.primitive.multiple_results else [out]
 
 
-def typed_as(x, aval):
-    """A value whose dtype is not weak where that of `aval` is not: `0.0` that a loop of no trip hands on is an array of float32."""
-    return jax.lax.convert_element_type(x, aval.dtype) if not getattr(aval, "weak_type", False) and jax.typeof(x).weak_type else x
-
-
-def is_deleted(x) -> bool:
-    """Whether an array was donated or deleted; what is traced or is no JAX array was not."""
-    return isinstance(x, jax.Array) and not isinstance(x, core.Tracer) and x.is_deleted()
-
-
 def row_major(x):
     """The array with its last dim in a row in memory."""
     return with_layout_constraint(x, Layout(tuple(range(x.ndim))))

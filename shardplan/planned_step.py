@@ -121,7 +121,7 @@ class PlannedStep:
 
     def _refuse_deleted(self, leaves: Sequence, error: Exception | None = None) -> None:
         """Says which arrays were donated before: on several devices of a CPU XLA ends the process that donates them again."""
-        if gone := [leaf.path for leaf, x in zip(self.plan.inputs, leaves, strict=True) if _jax.is_deleted(x)]:
+        if gone := [leaf.path for leaf, x in zip(self.plan.inputs, leaves, strict=True) if _is_deleted(x)]:
             more = f" and {len(gone) - 1} more arrays were" if len(gone) > 1 else " was"
             raise ShardingError(
                 f"{gone[0]}{more} donated to an earlier call, or deleted; an array that was donated cannot be used again.\n"
@@ -131,7 +131,7 @@ class PlannedStep:
     def _with_own_buffers(self, operands: tuple, foreign: bool) -> tuple:
         """The operands, copied where a donated one is given twice: XLA refuses that, and ends the process on several devices."""
         leaves, tree = jax.tree.flatten(operands)
-        if any(_jax.is_deleted(leaves[n]) for n in self.donated):
+        if any(_is_deleted(leaves[n]) for n in self.donated):
             self._refuse_deleted(leaves)
         same = buffer if foreign else id
         if len(set(map(same, leaves))) == len(leaves):
@@ -199,3 +199,8 @@ class PlanContext:
         """Of changes of the plan that was solved."""
         assert self.planned is not None
         return WhatIf(self.planned)
+
+
+def _is_deleted(x: Any) -> bool:
+    """Whether an array was donated or deleted; what is traced or is no JAX array was not."""
+    return isinstance(x, jax.Array) and not _jax.is_tracer(x) and x.is_deleted()

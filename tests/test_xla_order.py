@@ -103,6 +103,20 @@ def test_a_row_stays_apart_from_a_kernel_that_waits_for_another_reader_of_it():
     assert fused(tasks).seconds == [1.0, 0.0, 2.0]
 
 
+def test_fused_ops_on_both_sides_of_a_loop_stay_apart():
+    """The loop reads what one of them makes, and the other one what the loop makes of something else."""
+    tasks, holders = Tasks(), ((0, -1), (-1,))
+    product = tasks.add(-1, (), 1.0)
+    gather = tasks.add(-1, (), transfer=object())  # pyright: ignore[reportArgumentType]
+    before = tasks.add(-1, (product, gather), 2.0, group=0)
+    tasks.add(0, (before,), 4.0)
+    inside = tasks.add(0, (), 8.0)
+    after = tasks.add(-1, (product, inside), 16.0, group=0)
+    tasks.made = {0: before, 1: after}
+    found = fused(tasks, holders)
+    assert [found.seconds[found.made[op]] for op in (0, 1)] == [2.0, 16.0]
+
+
 def layers(params, x, checkpoint):
     def layer(x, p):
         return x + jax.nn.gelu(x @ p["up"].astype(BF16)) @ p["down"].astype(BF16)

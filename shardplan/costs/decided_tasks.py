@@ -40,7 +40,7 @@ class Unwritten(NamedTuple):
 
 def decided_tasks(network: CostNetwork, states: Sequence[int]) -> Tasks:
     """The tasks of a cost network's ops and reshards under these states."""
-    return fused(_Builder(network, states).tasks)
+    return fused(_Builder(network, states).tasks, network.space.graph.loop_holders)
 
 
 class _Builder:

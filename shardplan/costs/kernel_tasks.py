@@ -13,8 +13,9 @@ Facts: schedule-fused-kernels, schedule-merged-producers.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -99,16 +100,17 @@ class Tasks:
         return [*out]
 
 
-def fused(tasks: Tasks) -> Tasks:
-    """The same tasks with one for the ops of each kernel, as far as none then waits for itself, and none that only joins others."""
+def fused(tasks: Tasks, holders: Sequence[tuple[int, ...]] = ((OUTSIDE,),)) -> Tasks:
+    """The same tasks with one for the ops of each kernel, as far as none then waits for itself, and none that only joins others.
+
+    `holders`: per loop, itself and those around it (`Graph.loop_holders`).
+    """
     past = _past_joins(tasks)
     waits = [tuple(dict.fromkeys(m for at in before for m in past[at])) for before in tasks.before]
-    leader = _with_producers(tasks, waits, _leaders(tasks))
+    leader = _with_producers(tasks, waits, _without_cycles(tasks, waits, _leaders(tasks), holders), holders)
     kept = [n for n, some in enumerate(past) if some == (n,)]
-    if (order := order_of(kept, waits, leader)) is None:
-        leader = _without_cycles(waits, leader)
-        order = order_of(kept, waits, leader)
-        assert order is not None
+    order = order_of(kept, waits, leader)
+    assert order is not None
     number = {first: n for n, first in enumerate(order)}
     out = Tasks(
         [0.0] * len(order),
@@ -172,41 +174,70 @@ def _leaders(tasks: Tasks) -> list[int]:
 
 
 class _Merging:
-    """Kernels that become one, pair by pair, as long as none then waits for itself by way of others."""
+    """Kernels that become one, pair by pair, as long as none then waits for itself by way of others; a loop is one of these.
 
-    def __init__(self, waits: Sequence[tuple[int, ...]], leader: Sequence[int]):
-        self.waits, self.leader = waits, [*leader]  # per task, what it waits for, and the first of its kernel
+    Attributes:
+        tasks, waits: the tasks, and what each waits for, past those that only join others.
+        leader: per task, the first of its kernel.
+        members: first task of a kernel -> all of its tasks.
+        holders: per loop, itself and those around it, innermost first, then OUTSIDE.
+    """
+
+    def __init__(self, tasks: Tasks, waits: Sequence[tuple[int, ...]], leader: Sequence[int], holders: Sequence[tuple[int, ...]]):
+        self.tasks, self.waits, self.leader, self.holders = tasks, waits, [*leader], holders
         self.members: dict[int, list[int]] = {}
         for n, first in enumerate(leader):
             self.members.setdefault(first, []).append(n)
 
     def merge(self, n: int, m: int) -> None:
-        """Makes the kernels of tasks n and m one, if they can be."""
-        one, other = self.leader[n], self.leader[m]
-        if one != other and not self.waits_by_others(one, other) and not self.waits_by_others(other, one):
+        """Makes the kernels of tasks n and m, of one computation, one, if they can be."""
+        one, other, home = self.leader[n], self.leader[m], self.tasks.home[n]
+        if one != other and not self.waits_by_others(home, one, other) and not self.waits_by_others(home, other, one):
             some = sorted(self.members.pop(one) + self.members.pop(other))
             self.members[some[0]] = some
             for at in some:
                 self.leader[at] = some[0]
 
-    def waits_by_others(self, one: int, other: int) -> bool:
-        """Whether a kernel waits for another one by way of a third."""
-        first = self.members[other][0]
+    def waits_by_others(self, home: int, one: int, other: int) -> bool:
+        """Whether a kernel of a computation waits for another one by way of a third, or of a loop."""
         stack, seen = [one], {one, other}
         while stack:
             at = stack.pop()
-            for k in dict.fromkeys(self.leader[m] for n in self.members[at] for m in self.waits[n]):
+            before = self.entering[~at] if at < 0 else (m for n in self.members[at] for m in self.waits[n])
+            for k in dict.fromkeys(map(self.part(home), before)):
                 if k == other and at != one:
                     return True
-                if k not in seen and self.members[k][-1] > first:  # tasks wait for earlier ones only
+                if k is not None and k not in seen:
                     seen.add(k)
                     stack.append(k)
         return False
 
+    def part(self, home: int) -> Callable[[int], int | None]:
+        """Task -> the kernel of a computation that it is of, or ~loop; None outside of the computation."""
 
-def _with_producers(tasks: Tasks, waits: Sequence[tuple[int, ...]], leader: Sequence[int]) -> list[int]:
+        def found(n: int) -> int | None:
+            around = self.holders[self.tasks.home[n]]
+            if around[0] == home:
+                return self.leader[n]
+            return ~around[around.index(home) - 1] if home in around else None
+
+        return found
+
+    @cached_property
+    def entering(self) -> dict[int, list[int]]:
+        """By loop, the tasks outside of it that its own wait for."""
+        out: dict[int, dict[int, None]] = {}
+        for n, before in enumerate(self.waits):
+            for loop in self.holders[self.tasks.home[n]][:-1]:
+                out.setdefault(loop, {}).update((m, None) for m in before if loop not in self.holders[self.tasks.home[m]])
+        return {loop: [*some] for loop, some in out.items()}
+
+
+def _with_producers(
+    tasks: Tasks, waits: Sequence[tuple[int, ...]], leader: Sequence[int], holders: Sequence[tuple[int, ...]]
+) -> list[int]:
     """The kernels, each one with those of its group that make what it reads."""
-    merging, group, home = _Merging(waits, leader), tasks.group, tasks.home
+    merging, group, home = _Merging(tasks, waits, leader, holders), tasks.group, tasks.home
     for n, before in enumerate(waits):
         for m in before:
             if group[n] == group[m] >= 0 and home[n] == home[m]:
@@ -239,13 +270,27 @@ def order_of(kept: Iterable[int], waits: Sequence[tuple[int, ...]], leader: Sequ
     return out
 
 
-def _without_cycles(waits: Sequence[tuple[int, ...]], leader: Sequence[int]) -> list[int]:
-    """The kernels but for those that would wait for themselves: their ops are kernels of their own."""
-    kernels: dict[int, list[int]] = {}
-    for n, first in enumerate(leader):
-        kernels.setdefault(first, []).extend(leader[m] for m in waits[n])
-    cyclic = set(waiting_for_each_other(kernels))
-    return [n if first in cyclic else first for n, first in enumerate(leader)]
+def _without_cycles(
+    tasks: Tasks, waits: Sequence[tuple[int, ...]], leader: Sequence[int], holders: Sequence[tuple[int, ...]]
+) -> list[int]:
+    """The kernels but for those that would wait for themselves, a loop taken as a whole: their ops are kernels of their own."""
+    size, first, home = len(leader), np.array(leader, np.int64), np.array(tasks.home, np.int64)
+    after = np.repeat(np.arange(size), [len(before) for before in waits])
+    before = np.fromiter((m for some in waits for m in some), np.int64, len(after))
+    several = np.bincount(first, minlength=size) > 1
+    for at in np.unique(home[several[first]]).tolist() if size else ():
+        part = np.where(home == at, first, -1)
+        for loop, around in enumerate(holders[:-1]):
+            if at in around[1:]:
+                part[home == loop] = size + around[around.index(at) - 1]
+        edges = np.stack([part[after], part[before]], axis=1)
+        edges = edges[(edges >= 0).all(axis=1) & (edges[:, 0] != edges[:, 1])]
+        shape = (size + len(holders),) * 2
+        _, component = connected_components(csr_array((np.ones(len(edges)), edges.T), shape=shape), connection="strong")
+        cyclic = (np.bincount(component)[component] > 1)[:size]
+        apart = (home == at) & cyclic[first]
+        first[apart] = np.flatnonzero(apart)
+    return first.tolist()
 
 
 def waiting_for_each_other(waits: Mapping[T, Iterable[T]]) -> list[T]:

@@ -174,7 +174,7 @@ class _Scope:
         if not p["length"]:  # as XLA does (fact: loop-of-no-trip)
             stacks = _jax.bind(eqn, operands)[n_carry:]
             carries = zip(operands[n_consts : n_consts + n_carry], eqn.outvars, strict=False)
-            return [*(_jax.typed_as(x, v.aval) for x, v in carries), *self.results(path, "ys", stacks)]
+            return [*(_typed_as(x, v.aval) for x, v in carries), *self.results(path, "ys", stacks)]
         if p["length"] == 1:  # as XLA does (fact: loop-of-one-trip)
             split = n_consts + n_carry
             rows = self.reads(path, "xs", operands[split:])
@@ -241,3 +241,8 @@ def _refuse_other_numbers(decision: EmitDecision, eqn) -> None:
             f"the plan decides {len(decision.reads)} operands and {len(decision.results)} results of {eqn.primitive.name} at "
             f"{file}:{line}, which has {n} and {len(eqn.outvars)}.\n  way out: plan anew without plan="
         )
+
+
+def _typed_as(x, aval):
+    """A value whose dtype is not weak where that of `aval` is not: `0.0` that a loop of no trip hands on is an array of float32."""
+    return x if aval.weak_type or not jax.typeof(x).weak_type else jax.lax.convert_element_type(x, aval.dtype)
