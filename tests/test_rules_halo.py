@@ -215,7 +215,7 @@ def test_dims_that_cannot_be_fetched_are_replicated():
 
 
 @pytest.mark.parametrize("axes", [{"x": 8}, {"x": 4, "y": 2}])
-def test_windows_over_several_arrays_are_sharded(axes):
+def test_windows_over_several_arrays_of_sharded_rows(axes):
     mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
     x = jnp.asarray(np.random.default_rng(0).normal(0, 1, (64, 8)), "float32")
 
@@ -236,6 +236,24 @@ def test_windows_over_several_arrays_are_sharded(axes):
     step = shardplan.auto(mesh, cluster=NEAR, in_shardings=P(tuple(axes)), out_shardings=P(tuple(axes)))(latest)
     for got, want in zip(jax.tree.leaves(step(x)), jax.tree.leaves(jax.jit(latest)(x)), strict=True):
         assert difference(got, want) is None
+
+
+def summed(x, init, arrays):
+    """Windows of sums along the rows, of one array or of two."""
+    if arrays == 1:
+        return lax.reduce_window(x, init, lax.add, (3, 1), (1, 1), "SAME")
+    return lax.reduce_window((x, x), (init, init), lambda a, b: (a[0] + b[0], a[1] + b[1]), (3, 1), (1, 1), "SAME")
+
+
+@pytest.mark.parametrize("arrays", [1, 2])
+@pytest.mark.parametrize("init", [0.0, 3.0])
+def test_windows_take_their_initial_value_in_once(arrays, init):
+    """XLA's partitioner takes it in for what lies beyond the array, too."""
+    x = jnp.arange(64.0).reshape(16, 4)
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    step = shardplan.auto(mesh, cluster=NEAR, in_shardings=P("x"), out_shardings=P("x"))(lambda x: summed(jnp.sin(x), init, arrays))
+    want = jax.jit(lambda x: summed(jnp.sin(x), init, arrays))(x)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), step(x), want)
 
 
 @pytest.mark.parametrize("pin", [P(None, "x"), P(None, "x", "y"), P(None, None, ("x", "y"))])

@@ -41,14 +41,32 @@ def scattered_on_shards(x, a: Dims) -> frozenset[str]:
     return frozenset() if x.dtype.name in ("float32", "bfloat16") else frozenset(flat_factors(a))
 
 
+def filled(a: Dims, padding, base_dilation=None, **_) -> frozenset[str]:
+    """Factors of dims whose windows reach beyond the array, or between its elements."""
+    dilation = base_dilation or (1,) * len(a)
+    return frozenset(name for (name,), edges, of in zip(a, padding, dilation, strict=True) if max(edges) > 0 or of > 1)
+
+
+def idempotent(jaxpr) -> bool:
+    """Whether a window's function gives the same however often it takes in the initial value."""
+    names = [eqn.primitive.name for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns]
+    return len(names) == 1 and names[0] in ("max", "min", "and", "or")
+
+
 @rule("reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min")
 def reduce_window(*ins, out, window_dimensions, **params):
-    """Operands, then their initial values where the parameters name no function."""
+    """Operands, then their initial values where the parameters name no function.
+
+    Shards take these in for what lies beyond the array, and may be wrong with any but neutral ones: whole dims take them in once.
+    """
     k = len(out)
     a, halo = windowed(k, ins[0], window_dimensions, **params)
+    b, whole = apart(a, filled(a, **params) if "jaxpr" in params and not idempotent(params["jaxpr"]) else ())
+    halo = {name: of for name, of in halo.items() if name not in whole}
     own, fixed = (frozenset(halo), frozenset()) if k > 1 else (frozenset(), unsupported(halo))
+    rest = dict(halo=halo, shard_local=own, replicated=fixed | whole)
     flops = k * prod(out[0].shape) * prod(window_dimensions)
-    return Rule((a,) * k + ((),) * (len(ins) - k), (a,) * k, halo=halo, shard_local=own, replicated=fixed, fusion="reduce", flops=flops)
+    return Rule((a,) * k + ((),) * (len(ins) - k), (b,) * k, **rest, fusion="reduce", flops=flops)
 
 
 @rule()
