@@ -64,9 +64,8 @@ def reduce_window(*ins, out, window_dimensions, **params):
     b, whole = apart(a, filled(a, **params) if "jaxpr" in params and not idempotent(params["jaxpr"]) else ())
     halo = {name: of for name, of in halo.items() if name not in whole}
     own, fixed = (frozenset(halo), frozenset()) if k > 1 else (frozenset(), unsupported(halo))
-    rest = dict(halo=halo, shard_local=own, replicated=fixed | whole)
-    flops = k * prod(out[0].shape) * prod(window_dimensions)
-    return Rule((a,) * k + ((),) * (len(ins) - k), (b,) * k, **rest, fusion="reduce", flops=flops)
+    operands, flops = (a,) * k + ((),) * (len(ins) - k), k * prod(out[0].shape) * prod(window_dimensions)
+    return Rule(operands, (b,) * k, halo=halo, shard_local=own, replicated=fixed | whole, fusion="reduce", flops=flops)
 
 
 @rule()
