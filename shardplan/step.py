@@ -243,11 +243,11 @@ class Replanner:
         known = dict.fromkeys(("plan", "verify", "cache"))  # what is planned anew can be asked about, what is taken over cannot
         changed = {"pins": {**(options.pins or {}), **pins}, "search": search or options.search, **known, **target}
         if isinstance(mesh := target.get("mesh"), (Mapping, str)):
-            sizes = {mesh: 0} if isinstance(mesh, str) else dict(mesh)
-            if odd := {name: size for name, size in sizes.items() if not isinstance(size, int) or size < 1}:
-                odd = mesh if isinstance(mesh, str) else odd
-                raise ShardingError(f"mesh={mesh!r}: {odd!r} is no number of devices.\n  way out: such as {{'data': 2, 'model': 4}}")
-            changed["mesh"] = _jax.abstract_mesh(sizes, options.mesh)
+            given = mesh if isinstance(mesh, str) else dict(mesh)
+            odd = given if isinstance(given, str) else {name: n for name, n in given.items() if not isinstance(n, int) or n < 1}
+            if odd or isinstance(given, str):
+                raise ShardingError(f"mesh={given!r}: {odd!r} is no number of devices.\n  way out: such as {{'data': 2, 'model': 4}}")
+            changed["mesh"] = _jax.abstract_mesh(given, options.mesh)
         if options.state_plan is not None and "mesh" in target:
             changed["state_like"] = None
         elsewhere = not {"mesh", "cluster"}.isdisjoint(target)

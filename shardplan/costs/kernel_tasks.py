@@ -200,11 +200,11 @@ class _Merging:
 
     def waits_by_others(self, home: int, one: int, other: int) -> bool:
         """Whether a kernel of a computation waits for another one by way of a third, or of a loop."""
-        stack, seen = [one], {one, other}
+        stack, seen, part = [one], {one, other}, self.part(home)
         while stack:
             at = stack.pop()
             before = self.entering[~at] if at < 0 else (m for n in self.members[at] for m in self.waits[n])
-            for k in dict.fromkeys(map(self.part(home), before)):
+            for k in dict.fromkeys(map(part, before)):
                 if k == other and at != one:
                     return True
                 if k is not None and k not in seen:

@@ -28,7 +28,7 @@ from shardplan.ir.graph import Graph, Op
 from shardplan.mesh.rates import elements_computed
 from shardplan.strategies.rule import Fusion, Rule
 from shardplan.xla_model.expensive import cheaper_to_read
-from shardplan.xla_model.kernel_groups import Kernel, Kernels, absorbs, fuses, read_array, seen_through
+from shardplan.xla_model.kernel_groups import Kernel, Kernels, absorbs, fuses, read_array, read_by_fusion, seen_through
 from shardplan.xla_model.overlapping_parts import elements_read
 from shardplan.xla_model.physical_order import Dims, PhysicalOrders, transposed_product
 from shardplan.xla_model.ragged import masked_by_op
@@ -207,7 +207,7 @@ def fused_kernels(graph: Graph, rules: Sequence[Rule], kernels: Kernels) -> Fuse
     own, inside, rows, readers = [], [], set[int](), dict[int, set[Kernel]]()
     for at, op in enumerate(graph.ops):
         writes = any(kernels.written[v] or v in instead for v in op.outputs)
-        row = op.traits.loop_slice and any(fuses(graph, rules, reader) for v in op.outputs for reader in graph.readers(v))
+        row = op.traits.loop_slice and read_by_fusion(graph, rules, op)
         fused = writes and ends.isdisjoint(op.outputs) and (fuses(graph, rules, at) or op.traits.matmul or row)
         own.append(numbers[kernels.own[at]] if fused else -1)
         computed = () if writes or (op.traits.moves_nothing and not op.traits.copy) else kernels.inside[at]

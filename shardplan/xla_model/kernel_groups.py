@@ -115,7 +115,7 @@ def _grouped_kernels(
         apart = ((elsewhere and graph.original(v) in parts, v, i) for v, i in made)
         waits = (levels[i] + (written[v] and (behind or rules[i].fusion in ("reduce", "none") or sums[i])) for behind, v, i in apart)
         levels.append(max(waits, default=0))
-        alone = op.traits.reads_part and not any(fuses(graph, rules, reader) for v in op.outputs for reader in graph.readers(v))
+        alone = op.traits.reads_part and not read_by_fusion(graph, rules, op)
         alone |= op.traits.loop_stack or (op.traits.matmul and rules[at].fusion == "none")
         homes.append((-1 - at if alone else groups[at], levels[at], op.phase == "update", op.runs_in))
         if (reduced := over[at]) and not rows.behind[at]:
@@ -233,3 +233,8 @@ def read_array(graph: Graph, rules: Sequence[Rule], v: int) -> int:
 def fuses(graph: Graph, rules: Sequence[Rule], reader: int) -> bool:
     """Whether an op may be part of a kernel that writes what it reads."""
     return rules[reader].fusion in FUSIBLE and not graph.ops[reader].traits.border
+
+
+def read_by_fusion(graph: Graph, rules: Sequence[Rule], op: Op) -> bool:
+    """Whether the kernel of an op that reads a result may write it."""
+    return any(fuses(graph, rules, reader) for v in op.outputs for reader in graph.readers(v))
