@@ -29,7 +29,7 @@ def test_rule_13_a_donated_input_dies_with_its_last_reader_and_others_stay():
     traced = jax.jit(fun).trace(X, X)
     for donated in ((), (0,)):
         graph = parse(traced.jaxpr, donated=donated)
-        live = live_intervals(graph, [True] * len(graph.values), [False] * len(graph.ops))
+        live = live_intervals(graph, [True] * len(graph.values), lambda at, v: False)
         first_dot = next(i for i, op in enumerate(graph.ops) if op.primitive == "dot_general")
         assert live[0] == ((0, first_dot + 1) if donated else (0, len(graph.ops)))
         assert live[1] == (0, len(graph.ops))
@@ -42,7 +42,7 @@ def test_rule_16_donated_state_is_overwritten_once_nobody_reads_it():
 
     state = {"mean": X, "late": X}
     graph = parse(jax.jit(step).trace(state, X).jaxpr, tied=((0, 0), (1, 1)), donated=(0, 1))
-    live = live_intervals(graph, [True] * len(graph.values), [op.primitive != "dot_general" for op in graph.ops])
+    live = live_intervals(graph, [True] * len(graph.values), lambda at, v: graph.ops[at].primitive != "dot_general")
     made = {op.primitive: live[op.outputs[0]] for op in graph.ops if op.outputs}
     assert made["add"] is None and made["sin"] is not None  # the product reads the old "late" after the sine
 
@@ -56,7 +56,7 @@ def test_rule_13_only_a_result_of_the_same_size_reuses_an_operands_buffer():
         graph = parse(jax.jit(fun).trace(X, X).jaxpr)
         sine = next(i for i, op in enumerate(graph.ops) if op.primitive == "sin")
         fused = [v != graph.ops[sine].outputs[0] or same for v in range(len(graph.values))]
-        live = live_intervals(graph, fused, [op.primitive != "dot_general" for op in graph.ops])
+        live = live_intervals(graph, fused, lambda at, v: graph.ops[at].primitive != "dot_general")
         (product,) = graph.ops[sine].inputs
         assert product is not None
         written = sine if same else sine + 1
@@ -122,7 +122,7 @@ def test_rule_14_results_of_two_branches_are_not_held_at_once():
         return jax.lax.cond(flag > 0, lambda x: x @ x, lambda x: (x + 1) @ x, x) * 2
 
     graph = parse(jax.jit(fun).trace(X, 1).jaxpr)
-    live = live_intervals(graph, [True] * len(graph.values), [False] * len(graph.ops))
+    live = live_intervals(graph, [True] * len(graph.values), lambda at, v: False)
     first, second = (live[op.outputs[0]] for op in graph.ops if op.primitive == "dot_general")
     assert first is not None and second is not None and first[1] < second[0]
 
@@ -185,7 +185,7 @@ def test_rule_13_a_scatter_writes_into_the_array_that_it_is_the_last_to_read(how
         return getattr((x * 2).at[jnp.array([1, 3])].set(y).at[jnp.array([0, 1])], how)(y)
 
     graph = parse(jax.jit(fun).trace(X, X[:2]).jaxpr)
-    live = live_intervals(graph, [True] * len(graph.values), [False] * len(graph.ops))
+    live = live_intervals(graph, [True] * len(graph.values), lambda at, v: False)
     first, second = (i for i, op in enumerate(graph.ops) if op.primitive.startswith("scatter"))
     for at in (first, second):
         (v, *_) = graph.ops[at].inputs
@@ -264,7 +264,7 @@ def test_rule_14_a_copy_of_what_a_loop_slices_is_one_of_the_stack_until_the_loop
     assert stack is not None
     at = graph.values[stack].producer[0]
     assert graph.ops[at].traits.copy and graph.values[stack].shape == (3, 256, 256) and graph.ops[at].runs == 1
-    live = live_intervals(graph, [True] * len(graph.values), [False] * len(graph.ops))
+    live = live_intervals(graph, [True] * len(graph.values), lambda at, v: False)
     assert live[stack] == (at, graph.loops[0].stop)
 
 
@@ -283,7 +283,7 @@ def two_stacks(width):
 @pytest.mark.parametrize(("width", "together"), [(512, True), (384, False)])
 def test_rule_14_stacks_of_one_shape_are_live_from_the_start_of_the_first_loop(width, together):
     graph = parse(jax.make_jaxpr(two_stacks(width))(jax.ShapeDtypeStruct((512, 512), jnp.float32)))
-    live = live_intervals(graph, [True] * len(graph.values), [False] * len(graph.ops))
+    live = live_intervals(graph, [True] * len(graph.values), lambda at, v: False)
     births = [interval[0] for op in graph.ops if op.traits.loop_stack and (interval := live[op.outputs[0]])]
     assert births == [graph.loops[0].start, graph.loops[0 if together else 1].start]
 
@@ -316,7 +316,7 @@ def test_rule_15_the_zeros_of_max_poolings_gradient_live_as_long_as_its_windows(
         return (jax.lax.reduce_window(jnp.sin(x), -jnp.inf, jax.lax.max, (2, 2), (2, 2), "VALID") ** 2).sum()
 
     graph = parse(jax.jit(jax.grad(pooled)).trace(X).jaxpr)
-    live = live_intervals(graph, [True] * len(graph.values), [False] * len(graph.ops))
+    live = live_intervals(graph, [True] * len(graph.values), lambda at, v: False)
     (scatter,) = (op for op in graph.ops if op.primitive == "select_and_scatter_add")
     sine = next(op for op in graph.ops if op.primitive == "sin")
     born, died = live[scatter.outputs[0]] or (0, 0)
@@ -328,7 +328,7 @@ def test_rule_8_a_product_of_the_backward_pass_holds_its_operands_until_its_resu
         return (jnp.tanh(p @ (v @ w)) ** 2).sum()
 
     graph = parse(jax.jit(jax.grad(loss, argnums=(0, 2))).trace(X, X, X).jaxpr)
-    live = live_intervals(graph, [True] * len(graph.values), [False] * len(graph.ops))
+    live = live_intervals(graph, [True] * len(graph.values), lambda at, v: False)
     products = [i for i, op in enumerate(graph.ops) if op.primitive == "dot_general" and op.phase == "backward"]
     handed = [i for i in products if any(at in products for at in _readers_through_views(graph, i))]
     assert len(handed) == 1
@@ -346,7 +346,7 @@ def test_a_product_is_in_memory_from_its_op_on_though_its_weight_is_fetched_earl
     graph = with_copies(graph, [op.primitive != "dot_general" for op in graph.ops], [False] * len(graph.ops))
     readers = [i for i, op in enumerate(graph.ops) if op.traits.copy or op.primitive == "dot_general"]
     fetched = OverlapWindows(prefetch_start=dict.fromkeys(readers, 1))
-    live = live_intervals(graph, [True] * len(graph.values), [False] * len(graph.ops), fetched)
+    live = live_intervals(graph, [True] * len(graph.values), lambda at, v: False, fetched)
     births = {i: (live[graph.ops[i].outputs[0]] or (-1, -1))[0] for i in readers}
     assert any(op.traits.copy for op in graph.ops)
     assert births == {i: 1 if graph.ops[i].traits.copy else i for i in readers}

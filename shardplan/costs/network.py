@@ -33,7 +33,7 @@ from shardplan.mesh.collective import CollectiveKey
 from shardplan.mesh.layout import Layout
 from shardplan.mesh.reshard import ReshardStep
 from shardplan.xla_model.combining import COMBINABLE
-from shardplan.xla_model.liveness import takes_over_buffer
+from shardplan.xla_model.liveness import bytes_until_read, takes_over_buffer
 from shardplan.xla_model.ragged import masked_copies
 
 
@@ -344,9 +344,11 @@ class CostNetwork:
             if interval is None or interval[0] >= interval[1]:
                 continue
             i, r = graph.values[v].producer
-            explicit = not graph.ops[i].traits.alias or takes_over_buffer(graph, self.space.materialised, i) or i in blocks.aliasing
+            taken = graph.ops[i].traits.alias and takes_over_buffer(graph, self.space.materialised, i)
+            buffer = "own" if blocks.count(i) > 1 else "" if taken or not graph.ops[i].traits.alias else "implicit"
             r += len(graph.ops[i].inputs)
-            yield Allocation(i, r, v, *interval, ("own" if blocks.count(i) > 1 else "") if explicit else "implicit")
+            times = bytes_until_read(graph, self.space.materialised, i) if taken else 1.0
+            yield Allocation(i, r, v, *interval, buffer, times)
             if i in graph.retainable_from:
                 at, _ = graph.retainable_from[i]
                 earlier = live[graph.ops[at].outputs[0]] if graph.ops[at].traits.copy else None

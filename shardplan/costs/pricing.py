@@ -82,7 +82,11 @@ class CombinedPrices:
 
 def live(space: StrategySpace, windows: OverlapWindows | None = None) -> list[Interval | None]:
     """Per value, when it is in memory; without windows no array waits for a collective."""
-    in_place = [rule.fusion in ("loop", "view") for rule in space.rules]
+    kernels = space.facts.kernels
+
+    def in_place(at: int, v: int) -> bool:
+        return space.rules[at].fusion in ("loop", "view") and kernels.overwrites(at, v)
+
     return live_intervals(space.graph, space.materialised, in_place, windows, space.facts.summed_scatters.values())
 
 

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from functools import partial
 from math import inf
 
+from shardplan._jax import itemsize
 from shardplan.ir.graph import Graph, Op
 from shardplan.mesh.rates import elements_computed
 from shardplan.strategies.rule import Fusion, Rule
@@ -51,7 +52,8 @@ def materialised(
         recomputed_bytes: of the device (`recomputed_from`).
     """
     out = [True] * len(graph.values)
-    prologue = _prologues(graph, rules) - rows.orders.written.keys()
+    prologue = {v: read for v, read in _prologues(graph, rules).items() if v not in rows.orders.written}
+    into_products = {v for v in prologue.values() if v not in prologue}
     scatters = summed_scatters(graph)
     for v in reversed(range(len(graph.values))):
         at, _ = graph.values[v].producer
@@ -62,12 +64,11 @@ def materialised(
         reached = [c for c in graph.reached(v, lambda at: seen_through(graph, rules, at)) if c not in graph.dead]
         if op.scalar_broadcast and not any(graph.ops[c].traits.stores_operand for c in reached):
             out[v] = False
-        elif sums[at] and not rows.behind[at] and any(graph.ops[c].traits.copy for c in reached) and not rarely_partial(op, fusion):
-            continue  # partial sums are written, reduced and read again
         elif fusion == "loop" and not op.scalar_broadcast:
             readers = [c for c in reached if not seen_through(graph, rules, c)]
             computes = partial(_computes_row, graph, rows, at)
             out[v] = not all(computes(c) or absorbs(graph, rules, op, c, v in prologue) for c in readers)
+            out[v] |= v in into_products
             reduced = (graph.ops[c] for c in readers if rules[c].fusion == "reduce")
             out[v] |= rows.behind[at] and not all(reduces_rows(op, rows.orders) for op in reduced)
             out[v] |= rarely_partial(op, fusion) and _needs_memory(graph, out, rows, v)
@@ -103,26 +104,35 @@ def _needs_memory(graph: Graph, written: Sequence[bool], rows: RowKernels, v: in
     return any(rows.behind[at] or (reduced and graph.ops[at].traits.broadcast) for at in inside)
 
 
-def _prologues(graph: Graph, rules: Sequence[Rule]) -> set[int]:
-    """Values that XLA computes inside the products that read them: one array after elementwise work that reads it once.
+def _prologues(graph: Graph, rules: Sequence[Rule]) -> dict[int, int]:
+    """Value that XLA computes inside the products that read it -> the one array that it computes it of, reading it once.
 
-    A change of dtype on the way, a selection or a second use of the array (gelu's) is written before the product, and so is work with
+    A cast to a narrower dtype, a selection or a second use of the array (gelu's) is written before the product, and so is work with
     anything that is no input of the computation as it is: a mean, a weight that is cast, a row of a stack.
     """
-    out: set[int] = set()
+    possible: dict[int, int] = {}
     for op in graph.ops:
-        if op.traits.matmul_prologue and op.outs[0].shape:
+        if (op.traits.matmul_prologue or op.primitive == CAST) and op.outs[0].shape and not _narrows(graph, op):
             arrays = [graph.original(v) for v, x in zip(op.inputs, op.ins, strict=True) if v is not None and x.size == op.outs[0].size]
-            made = [(v, graph.values[v].producer[0]) for v in arrays]
-            made = [(v, at) for v, at in made if not graph.ops[at].traits.broadcast]
-            others = [v for v in op.inputs if v is not None and all(graph.original(v) != u for u, _ in made)]
-            if (
-                len(made) == 1
-                and all(_is_input(graph, v) for v in others)
-                and all(v in out or rules[at].fusion != "loop" for v, at in made)
-            ):
-                out.add(op.outputs[0])
+            made = [v for v in arrays if not graph.ops[graph.maker(v)].traits.broadcast]
+            others = [v for v in op.inputs if v is not None and all(graph.original(v) != u for u in made)]
+            if len(made) == 1 and all(_is_input(graph, v) for v in others):
+                possible[op.outputs[0]] = made[0]
+    out: dict[int, int] = {}
+    for v in sorted(possible, reverse=True):
+        reached = (graph.ops[at] for at in graph.reached(v, partial(seen_through, graph, rules)))
+        if any(op.traits.matmul or not out.keys().isdisjoint(op.outputs) for op in reached):
+            out[v] = possible[v]
     return out
+
+
+def _narrows(graph: Graph, op: Op) -> bool:
+    """Whether an op is a cast to a narrower dtype, but of an input of the step that it alone reads, for one reader."""
+    if op.primitive != CAST or itemsize(op.ins[0].dtype) <= itemsize(op.outs[0].dtype):
+        return False
+    source, readers = graph.original(op.inputs[0]) if op.inputs[0] is not None else None, graph.readers
+    once = source is not None and len({*readers(source)}) == 1 and len({*readers(op.outputs[0])}) == 1
+    return not (once and graph.ops[graph.maker(source)].traits.step_input)
 
 
 def _is_input(graph: Graph, v: int) -> bool:
@@ -182,6 +192,9 @@ def _shared_zeros(graph: Graph, scatters: Collection[int]) -> list[int]:
     return [v for (shape, dtype, into), some in updated.items() if not into and (shape, dtype, True) in updated for v in some]
 
 
+CAST = "convert_element_type"
+
+
 @dataclass(frozen=True)
 class FusedKernels:
     """Which kernels run which ops.
@@ -190,13 +203,19 @@ class FusedKernels:
         own: per op, the number of the fused kernel in which it writes; -1 if it writes in none.
         inside: per op that writes nothing, the numbers of the fused kernels that compute it.
         rows: numbers of the kernels that keep rows on chip.
+        reduced: (kernel number, array) for arrays of which such a kernel reduces rows.
         inputs: kernel number -> how many inputs of the step only it reads.
     """
 
     own: tuple[int, ...]
     inside: tuple[tuple[int, ...], ...]
     rows: frozenset[int]
+    reduced: frozenset[tuple[int, int]]
     inputs: Mapping[int, int]
+
+    def overwrites(self, at: int, v: int) -> bool:
+        """Whether the kernel in which op `at` writes may write over an array: not where it reduces rows of it."""
+        return (self.own[at], v) not in self.reduced
 
 
 def fused_kernels(graph: Graph, rules: Sequence[Rule], kernels: Kernels) -> FusedKernels:
@@ -218,7 +237,25 @@ def fused_kernels(graph: Graph, rules: Sequence[Rule], kernels: Kernels) -> Fuse
             if v is not None and not graph.ops[graph.values[root := read_array(graph, rules, v)].producer[0]].inputs:
                 readers.setdefault(root, set()).update(kernels.inside[at])
     inputs = Counter(numbers[key] for some in readers.values() if len(some) == 1 for key in some)
-    return FusedKernels(tuple(own), tuple(inside), frozenset(rows), inputs)
+    reduced = {
+        (number, v)
+        for at in kernels.rows.fused - graph.dead
+        for v in _sources(graph, kernels.written, at)
+        for number in inside[at]
+    }
+    return FusedKernels(tuple(own), tuple(inside), frozenset(rows), frozenset(reduced), inputs)
+
+
+def _sources(graph: Graph, written: Sequence[bool], at: int) -> set[int]:
+    """Arrays in memory, and copies of them, that the kernel of an op reads to compute its operands."""
+    queue = [v for v in graph.ops[at].inputs if v is not None]
+    known = set(queue)
+    for v in queue:
+        maker = graph.ops[graph.values[v].producer[0]]
+        new = {u for u in maker.inputs if u is not None} - known if not written[v] else set[int]()
+        queue += sorted(new)
+        known |= new
+    return known
 
 
 def written_instead(graph: Graph, rules: Sequence[Rule], kernels: Kernels) -> dict[int, int]:
@@ -313,7 +350,7 @@ def _reads(graph: Graph, rules: Sequence[Rule], written: Sequence[bool], at: int
 def _partial_moves(graph: Graph, rules: Sequence[Rule], kernels: Kernels) -> Iterator[int]:
     """Per op, how many times kernels move its result where only partial sums are written; 0 where it is written anyway."""
     for at, op in enumerate(graph.ops):
-        unwritten = rarely_partial(op, rules[at].fusion) and not any(kernels.written[v] for v in op.outputs)
+        unwritten = rules[at].fusion == "loop" and not any(kernels.written[v] for v in op.outputs)
         yield 1 + len(kernels.inside[at]) if unwritten else 0
 
 

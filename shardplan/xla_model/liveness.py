@@ -13,7 +13,7 @@ liveness-donation, liveness-stack-zeros, liveness-shared-buffers.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from shardplan.ir.graph import Graph, components
 from shardplan.xla_model.overlap_windows import OverlapWindows
@@ -28,29 +28,53 @@ def takes_over_buffer(graph: Graph, materialised: Sequence[bool], at: int) -> bo
     """Whether op `at` is a copy, and the only reader of a value in memory, which dies with it.
 
     A slice that is not written has no buffer, nor has what it is cut from: whoever reads a copy of it computes both (fact:
-    liveness-unwritten-slice). Nor have zeros and what a scatter makes of them if it writes into something else instead. Nor has an
-    alias: what a loop, a branch or a recomputed layer reads is somebody else's buffer.
+    liveness-unwritten-slice). Nor have zeros and what a scatter makes of them if it writes into something else instead, nor what is not
+    written and computed of fewer bytes (fact: liveness-unwritten-cast). Nor has an alias: what a loop, a branch or a recomputed layer
+    reads is somebody else's buffer.
     """
     v = graph.ops[at].inputs[0] if graph.ops[at].traits.copy else None
     if v is None or len(graph.values[v].consumers) > 1:
         return False
     maker = graph.ops[graph.values[v].producer[0]]
+    if maker.traits.persistent or maker.traits.alias:
+        return False
     sliced = maker.traits.reads_part or all(graph.ops[j].traits.reads_part for j in graph.readers(graph.ops[at].outputs[0]))
     summed = maker.traits.scatter or maker.scalar_broadcast
-    return not (maker.traits.persistent or maker.traits.alias) and (materialised[v] or maker.traits.border or not (sliced or summed))
+    return materialised[v] or maker.traits.border or not (sliced or summed or bytes_until_read(graph, materialised, at) < 1)
+
+
+def bytes_until_read(graph: Graph, materialised: Sequence[bool], at: int) -> float:
+    """What is in memory from copy `at` on until it is read, over the bytes of the copy.
+
+    Itself, if what it copies is in memory; else the arrays that its reader computes it of, and nothing else reads.
+    """
+    v = graph.ops[at].inputs[0]
+    if v is None or materialised[v] or graph.ops[graph.values[v].producer[0]].traits.border:
+        return 1.0
+    queue, inside, sources = [v], {at}, list[int]()
+    for w in queue:
+        maker = graph.values[w].producer[0]
+        if materialised[w] or graph.ops[maker].traits.border:
+            sources.append(w)
+        else:
+            inside.add(maker)
+            queue += (u for u in graph.ops[maker].inputs if u is not None and u not in queue)
+    kept = (graph.ops[graph.values[w].producer[0]].traits for w in sources)
+    dies = (not (of.persistent or of.alias) and all(j in inside for j, _ in graph.values[w].consumers) for of, w in zip(kept, sources, strict=True))
+    return sum(graph.values[w].bytes for w, only in zip(sources, dies, strict=True) if only) / max(graph.values[v].bytes, 1.0)
 
 
 def live_intervals(
     graph: Graph,
     materialised: Sequence[bool],
-    in_place: Sequence[bool],
+    in_place: Callable[[int, int], bool],
     windows: OverlapWindows | None = None,
     summed: Collection[SummedScatter] = (),
 ) -> list[Interval | None]:
     """Per value its (birth, death) in op numbers, or None for one that holds no memory of its own.
 
-    For an alias the interval is that of the copy that it is when its layout differs. `in_place` says per op whether a result may take
-    the place of an operand that dies there; without `windows`, ops run in the order of the program. `summed`: additions that
+    For an alias the interval is that of the copy that it is when its layout differs. `in_place` says of an op and an array whether a
+    result of the op may take the place of the array if that dies there; without `windows`, ops run in the order of the program. `summed`: additions that
     scatters make in place.
     """
     windows = windows or OverlapWindows()
@@ -63,7 +87,7 @@ def live_intervals(
     def reused(at: int, v: int) -> bool:
         if at in overwritten:
             return overwritten[at] == v
-        if in_place[at]:
+        if in_place(at, v):
             same = (w for w in graph.ops[at].outputs if graph.values[w].bytes == graph.values[v].bytes)
             return any(buffer[v] == buffer[w] or not {buffer[v], buffer[w]} & shared for w in same)
         return False
@@ -74,7 +98,7 @@ def live_intervals(
 
     def overwrites_state(v: int, at: int) -> bool:
         olds = (replaced[c] for c, _ in graph.values[v].consumers if c in replaced)
-        return in_place[at] and any(graph.values[w].bytes == graph.values[v].bytes and read[w] <= at for w in olds)
+        return any(in_place(at, w) and graph.values[w].bytes == graph.values[v].bytes and read[w] <= at for w in olds)
 
     state, stacked_from = {a for a, _ in graph.same_layout}, _stack_births(graph)
     out: list[Interval | None] = []
