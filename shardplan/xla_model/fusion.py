@@ -54,7 +54,7 @@ def materialised(
     out = [True] * len(graph.values)
     prologue = {v: read for v, read in _prologues(graph, rules).items() if v not in rows.orders.written}
     into_products = {v for v in prologue.values() if v not in prologue}
-    scatters = summed_scatters(graph)
+    scatters, ends = summed_scatters(graph), set[int]()
     for v in reversed(range(len(graph.values))):
         at, _ = graph.values[v].producer
         op, fusion = graph.ops[at], rules[at].fusion
@@ -70,7 +70,9 @@ def materialised(
             out[v] = not all(computes(c) or absorbs(graph, rules, op, c, v in prologue) for c in readers)
             out[v] |= v in into_products
             reduced = (graph.ops[c] for c in readers if rules[c].fusion == "reduce")
-            out[v] |= rows.behind[at] and not all(reduces_rows(op, rows.orders) for op in reduced)
+            if rows.behind[at] and not all(reduces_rows(op, rows.orders) for op in reduced):
+                ends.add(_narrowest(graph, rules, rows, v))
+            out[v] |= v in ends
             out[v] |= rarely_partial(op, fusion) and _needs_memory(graph, out, rows, v)
     for v, (w, always) in written_by_products(graph, rules).items():
         if always or out[w]:
@@ -87,6 +89,17 @@ def _computes_row(graph: Graph, rows: RowKernels, at: int, stack: int) -> bool:
     """Whether the kernel that puts a row into a stack computes the row, which op `at` makes; it keeps no rows on chip for that."""
     op, reader = graph.ops[at], graph.ops[stack]
     return reader.traits.loop_stack and op.runs_in == reader.loop and not rows.behind[at]
+
+
+def _narrowest(graph: Graph, rules: Sequence[Rule], rows: RowKernels, v: int) -> int:
+    """Where a kernel that keeps rows on chip ends, if v is reduced by another: at the narrowest array on the way to v."""
+    best = v
+    while True:
+        arrays = [graph.original(u) for u in graph.ops[graph.values[v].producer[0]].inputs if u is not None and graph.values[u].shape]
+        if len(arrays) != 1 or len({*graph.readers(v := arrays[0])}) != 1 or not rows.behind[graph.maker(v)]:
+            return best
+        if graph.values[v].bytes < graph.values[best].bytes and rules[graph.values[v].producer[0]].fusion == "loop":
+            best = v
 
 
 def rarely_partial(op: Op, fusion: Fusion) -> bool:
