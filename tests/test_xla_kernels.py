@@ -42,6 +42,53 @@ def test_a_scatter_into_zeros_that_are_added_to_something_writes_into_that(name)
     moves_as_planned(*INTO_SUM[name], rel=0.02)
 
 
+def root_mean_square(x):
+    y = x.astype(F32)
+    return (y * lax.rsqrt((y * y).mean(-1, keepdims=True) + 1e-6)).astype(x.dtype)
+
+
+TOKENS, WEIGHT, BACK = (16384, 512), (512, 2048), (2048, 512)
+LINEAR = {
+    "scores scaled before their softmax": lambda x, w, u, v: jax.nn.softmax((x @ w) / 8) @ v,
+    "two products added before a softmax": lambda x, w, u, v: jax.nn.softmax(x @ w + x @ u) @ v,
+    "two products added before a tanh": lambda x, w, u, v: jnp.tanh((x @ w + x @ u) * 2) @ v,
+}
+
+
+@pytest.mark.slow
+@needs_gpu_compiler
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("name", LINEAR)
+def test_linear_work_on_products_whose_sums_are_whole_is_part_of_the_kernels_that_read_it(name, dtype):
+    moves_as_planned(LINEAR[name], [S(shape, dtype) for shape in (TOKENS, WEIGHT, WEIGHT, BACK)], rel=0.02)
+
+
+CASTS = {
+    "a product to a wider dtype": (lambda x, w, v: (x @ w).astype(F32) @ v, BF16, F32),
+    "elementwise work on a product to a wider dtype": (lambda x, w, v: jnp.tanh(x @ w).astype(F32) @ v, BF16, F32),
+    "what is written first to a wider dtype": (lambda x, w, v: jnp.square(x @ w).astype(F32) @ v, BF16, F32),
+    "an input to a narrower dtype": (lambda x, w, v: x.astype(BF16) @ w, F32, BF16),
+    "an input to a narrower dtype, twice": (lambda x, w, v: (x.astype(BF16) @ w, (-x).astype(BF16) @ w), F32, BF16),
+    "a product to a narrower dtype": (lambda x, w, v: jnp.sin(x @ w.astype(F32)).astype(BF16) @ v, F32, BF16),
+    "a mask": (lambda x, w, v: (x @ w > 0).astype(BF16) @ v.astype(BF16), BF16, F32),
+}
+
+
+@pytest.mark.slow
+@needs_gpu_compiler
+@pytest.mark.parametrize("name", CASTS)
+def test_a_product_casts_what_it_reads_to_wider_dtypes_and_inputs_that_nothing_else_reads(name):
+    fun, given, back = CASTS[name]
+    moves_as_planned(fun, [S(TOKENS, given), S(WEIGHT, BF16), S(BACK, back)], rel=0.02)
+
+
+@pytest.mark.slow
+@needs_gpu_compiler
+@pytest.mark.parametrize("behind", [jax.nn.gelu, jnp.negative, lambda y: jnp.tanh(y) + 1])
+def test_a_kernel_of_rows_ends_where_the_least_is_written_for_another_reduction(behind):
+    moves_as_planned(lambda x: (behind(root_mean_square(x)).astype(F32) ** 2).mean(), [S(TOKENS, BF16)], rel=0.02)
+
+
 def summed(axis):
     return lambda x: jnp.tanh(jnp.tanh(x).sum(axis)) * 2
 

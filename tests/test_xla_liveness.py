@@ -42,7 +42,7 @@ def test_rule_16_donated_state_is_overwritten_once_nobody_reads_it():
 
     state = {"mean": X, "late": X}
     graph = parse(jax.jit(step).trace(state, X).jaxpr, tied=((0, 0), (1, 1)), donated=(0, 1))
-    live = live_intervals(graph, [True] * len(graph.values), lambda at, v: graph.ops[at].primitive != "dot_general")
+    live = live_intervals(graph, [True] * len(graph.values), lambda at, v, graph=graph: graph.ops[at].primitive != "dot_general")
     made = {op.primitive: live[op.outputs[0]] for op in graph.ops if op.outputs}
     assert made["add"] is None and made["sin"] is not None  # the product reads the old "late" after the sine
 
@@ -56,7 +56,7 @@ def test_rule_13_only_a_result_of_the_same_size_reuses_an_operands_buffer():
         graph = parse(jax.jit(fun).trace(X, X).jaxpr)
         sine = next(i for i, op in enumerate(graph.ops) if op.primitive == "sin")
         fused = [v != graph.ops[sine].outputs[0] or same for v in range(len(graph.values))]
-        live = live_intervals(graph, fused, lambda at, v: graph.ops[at].primitive != "dot_general")
+        live = live_intervals(graph, fused, lambda at, v, graph=graph: graph.ops[at].primitive != "dot_general")
         (product,) = graph.ops[sine].inputs
         assert product is not None
         written = sine if same else sine + 1
@@ -378,3 +378,27 @@ def test_readers_of_what_a_loop_hands_out_share_one_gather():
     mesh, size = AbstractMesh((8,), ("data",), axis_types=(AxisType.Auto,)), 1 << 20
     plan = shardplan.auto(mesh, pins={"rows": P(None, "data")}, cluster="h100")(step).plan(jax.ShapeDtypeStruct((8, size), jnp.float32))
     assert plan.comm_bytes == 7 / 8 * 4 * size
+
+
+PEAKS = {
+    "a softmax writes over no scores": lambda x, w, u, v: jax.nn.softmax(x @ w) @ v,
+    "elementwise work writes over them": lambda x, w, u, v: jax.nn.silu(x @ w) @ v,
+    "a kernel of rows writes over what it does not reduce": lambda x, w, u, v: (jax.nn.softmax(x @ w) + x @ u) @ v,
+    "but not over what it reduces a sum of": lambda x, w, u, v: jax.nn.softmax(x @ w + x @ u) @ v,
+    "what is cast in a product has no buffer": lambda x, w, u, v: (x @ w).astype(jnp.bfloat16).astype(jnp.float32) @ v,
+    "nor has an input that is": lambda x, w, u, v: jnp.isnan(x @ w).astype(jnp.float32) @ v,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not available(), reason='needs pip install "shardplan[gpu-check]"')
+@pytest.mark.parametrize("name", PEAKS)
+def test_rule_13_the_peak_of_products_with_a_kernel_between_them_is_xlas(name):
+    def step(w, x, u, v):
+        return w - PEAKS[name](x, w, u, v).mean()
+
+    shapes = {"w": (64, 2048), "x": (1 << 17, 64), "u": (64, 2048), "v": (2048, 64)}
+    mesh, given = AbstractMesh((8,), ("data",)), [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes.values()]
+    pins = {"w": P(), "x": P("data"), "u": P(), "v": P()}
+    plan = shardplan.auto(mesh, cluster="h100", compiler_options=None, donate_argnums=0, pins=pins)(step).plan(*given)
+    assert plan.memory().peak == pytest.approx(plan.check("h100:8").compiled.memory.peak_bytes, rel=0.02)

@@ -141,10 +141,10 @@ def _prologues(graph: Graph, rules: Sequence[Rule]) -> dict[int, int]:
 
 def _narrows(graph: Graph, op: Op) -> bool:
     """Whether an op is a cast to a narrower dtype, but of an input of the step that it alone reads, for one reader."""
-    if op.primitive != CAST or itemsize(op.ins[0].dtype) <= itemsize(op.outs[0].dtype):
+    if op.primitive != CAST or op.inputs[0] is None or itemsize(op.ins[0].dtype) <= itemsize(op.outs[0].dtype):
         return False
-    source, readers = graph.original(op.inputs[0]) if op.inputs[0] is not None else None, graph.readers
-    once = source is not None and len({*readers(source)}) == 1 and len({*readers(op.outputs[0])}) == 1
+    source = graph.original(op.inputs[0])
+    once = all(len({*graph.readers(v)}) == 1 for v in (source, op.outputs[0]))
     return not (once and graph.ops[graph.maker(source)].traits.step_input)
 
 
@@ -170,6 +170,8 @@ def written_by_products(graph: Graph, rules: Sequence[Rule]) -> dict[int, tuple[
             v = w = end = op.outputs[0]
             carried = 0
             while len(graph.values[end].consumers) == 1 and _follows(graph, rules, at := graph.values[end].consumers[0][0]):
+                if graph.values[graph.ops[at].outputs[0]].itemsize > graph.values[end].itemsize:
+                    break
                 end, carried = graph.ops[at].outputs[0], carried + len(_carries(graph, graph.ops[at]))
                 w = w if graph.ops[at].traits.copy else end
             if graph.values[w].itemsize < graph.values[v].itemsize + (carried > 0):
@@ -251,10 +253,7 @@ def fused_kernels(graph: Graph, rules: Sequence[Rule], kernels: Kernels) -> Fuse
                 readers.setdefault(root, set()).update(kernels.inside[at])
     inputs = Counter(numbers[key] for some in readers.values() if len(some) == 1 for key in some)
     reduced = {
-        (number, v)
-        for at in kernels.rows.fused - graph.dead
-        for v in _sources(graph, kernels.written, at)
-        for number in inside[at]
+        (number, v) for at in kernels.rows.fused - graph.dead for v in _sources(graph, kernels.written, at) for number in inside[at]
     }
     return FusedKernels(tuple(own), tuple(inside), frozenset(rows), frozenset(reduced), inputs)
 

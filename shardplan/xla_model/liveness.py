@@ -59,9 +59,12 @@ def bytes_until_read(graph: Graph, materialised: Sequence[bool], at: int) -> flo
         else:
             inside.add(maker)
             queue += (u for u in graph.ops[maker].inputs if u is not None and u not in queue)
-    kept = (graph.ops[graph.values[w].producer[0]].traits for w in sources)
-    dies = (not (of.persistent or of.alias) and all(j in inside for j, _ in graph.values[w].consumers) for of, w in zip(kept, sources, strict=True))
-    return sum(graph.values[w].bytes for w, only in zip(sources, dies, strict=True) if only) / max(graph.values[v].bytes, 1.0)
+    kept = 0.0
+    for w in sources:
+        traits = graph.ops[graph.values[w].producer[0]].traits
+        if not (traits.persistent or traits.alias) and all(j in inside for j, _ in graph.values[w].consumers):
+            kept += graph.values[w].bytes
+    return kept / max(graph.values[v].bytes, 1.0)
 
 
 def live_intervals(
@@ -74,8 +77,8 @@ def live_intervals(
     """Per value its (birth, death) in op numbers, or None for one that holds no memory of its own.
 
     For an alias the interval is that of the copy that it is when its layout differs. `in_place` says of an op and an array whether a
-    result of the op may take the place of the array if that dies there; without `windows`, ops run in the order of the program. `summed`: additions that
-    scatters make in place.
+    result of the op may take the place of the array if that dies there; without `windows`, ops run in the order of the program.
+    `summed`: additions that scatters make in place.
     """
     windows = windows or OverlapWindows()
     replaced = {o: graph.ops[a].outputs[0] for a, o in graph.same_layout if a in graph.donated}  # output -> donated state

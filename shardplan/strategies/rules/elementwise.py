@@ -21,15 +21,15 @@ def elementwise(*ins, out, **kw) -> Rule:
 
 
 PLAIN = """
-    and bessel_i0e bessel_i1e clz digamma eq eq_to erf_inv erfc ge gt integer_pow
-    is_finite le le_to lgamma log2 lt lt_to mulhi ne nextafter not one_minus_square or
+    and bessel_i0e bessel_i1e clz digamma eq_to erf_inv erfc integer_pow
+    is_finite le_to lgamma log2 lt_to mulhi nextafter not one_minus_square or
     philox2x32 philox4x32 polygamma polynomial population_count reduce_precision rem
     round shift_left shift_right_arithmetic shift_right_logical sign square threefry2x32
     threefry4x32 xor zeta real imag complex conj
 """
 PROLOGUES = """
-    abs acos acosh asin asinh atan atan2 atanh cbrt ceil clamp cos cosh erf exp exp2
-    expm1 floor log log1p logistic max min pow rsqrt sin sinh sqrt sub tan tanh
+    abs acos acosh asin asinh atan atan2 atanh cbrt ceil clamp cos cosh eq erf exp exp2
+    expm1 floor ge gt le log log1p logistic lt max min ne pow rsqrt sin sinh sqrt sub tan tanh
 """
 ITERATED = "igamma igamma_grad_a igammac regularized_incomplete_beta"
 LINEAR = "stop_gradient xla_metadata_value zeros_like"
