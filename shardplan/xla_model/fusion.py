@@ -360,10 +360,18 @@ def _reads(graph: Graph, rules: Sequence[Rule], written: Sequence[bool], at: int
 
 
 def _partial_moves(graph: Graph, rules: Sequence[Rule], kernels: Kernels) -> Iterator[int]:
-    """Per op, how many times kernels move its result where only partial sums are written; 0 where it is written anyway."""
+    """Per op, how many times kernels move its result where only partial sums are written; 0 where it is written anyway.
+
+    What products write instead of their results costs nothing then, nor does what they compute on the way. The optimizer reads shards.
+    """
+    by_product = set[int]()
+    for v, (w, _) in written_by_products(graph, rules).items():
+        while v != w:
+            (v,) = graph.ops[graph.values[v].consumers[0][0]].outputs
+            by_product.add(v)
     for at, op in enumerate(graph.ops):
-        unwritten = rules[at].fusion == "loop" and not any(kernels.written[v] for v in op.outputs)
-        yield 1 + len(kernels.inside[at]) if unwritten else 0
+        unwritten = rules[at].fusion == "loop" and not any(kernels.written[v] or v in by_product for v in op.outputs)
+        yield 1 + sum(not updates for _, _, updates, *_ in kernels.inside[at]) if unwritten else 0
 
 
 def _computed_whole(graph: Graph, kernels: Kernels) -> list[set[Kernel]]:
