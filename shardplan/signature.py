@@ -201,7 +201,7 @@ def prefix_pins(prefix, tree, leaves: Sequence, who: str) -> dict[int, PinDims]:
         return {}
 
     def is_leaf(x):
-        return x is None or isinstance(x, (jax.sharding.PartitionSpec, jax.sharding.Sharding))
+        return x is None or x is _jax.UNCONSTRAINED or isinstance(x, (jax.sharding.PartitionSpec, jax.sharding.Sharding))
 
     try:
         spread = _jax.broadcast_prefix(prefix, jax.tree.unflatten(tree, range(tree.num_leaves)), is_leaf)
@@ -212,7 +212,8 @@ def prefix_pins(prefix, tree, leaves: Sequence, who: str) -> dict[int, PinDims]:
             f"{who} is no tree prefix of what the step {what}: {said}\n"
             f"  way out: one entry per {entry}, each None, a spec for all arrays of it, or a tree of specs with its keys"
         ) from None
-    specs = {n: spec_of(sharding, who) for n, sharding in enumerate(spread) if sharding is not None}
+    given = ((n, sharding) for n, sharding in enumerate(spread) if sharding is not None and sharding is not _jax.UNCONSTRAINED)
+    specs = {n: spec_of(sharding, who) for n, sharding in given}
     return {n: pin_dims(spec, max(len(leaves[n].shape), len(spec))) for n, spec in specs.items()}
 
 
@@ -221,7 +222,8 @@ def spec_of(sharding, who: str):
     spec = getattr(sharding, "spec", sharding)
     if not isinstance(spec, (jax.sharding.PartitionSpec, tuple)):
         axes = [sharding] if isinstance(sharding, str) else sharding if isinstance(sharding, list) else []
-        way = f"P({', '.join(map(repr, axes))})" + ("" if axes else " for replicated, or leave it out")
+        free = "or leave it out" if who.startswith("pin") else "None to have it planned"
+        way = f"P({', '.join(map(repr, axes))})" + ("" if axes else f" for replicated, {free}")
         way = f"{sharding}, without quotes" if isinstance(sharding, str) and "(" in sharding else way
         raise ShardingError(f"{who}: {sharding!r} is no PartitionSpec or NamedSharding.\n  way out: {way}")
     names = [name for entry in spec for name in (entry if isinstance(entry, (tuple, list)) else (entry,))]

@@ -390,7 +390,7 @@ class TracedStep:
         on_twin = bool(self.traced.jaxpr.effects) or _jax_kernels.knows_its_mesh(self.traced.jaxpr)
         mesh: Any = self.twin if on_twin else self.auto.mesh
         in_shardings, out_shardings = ([_jax.sharding(mesh, x.layout.spec()) for x in leaves] for leaves in (plan.inputs, plan.outputs))
-        flat = _jax.differentiable_as(emit(self.traced.jaxpr, decisions, self.twin), self.program)
+        flat = _jax.differentiable_as(emit(self.traced.jaxpr, decisions, self.twin, self.traced.graph.repeats), self.program)
         expected = _types(self.held(plan))
         results = [held(x, leaf, plan.mesh) for x, leaf in zip(self.results, plan.outputs, strict=True)]
         out_tree = jax.tree.structure(jax.tree.unflatten(self.out_tree, results))

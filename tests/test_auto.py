@@ -418,6 +418,12 @@ def test_an_axis_of_one_device_may_be_named_and_shards_nothing(kind, search):
     assert planned.plan(*args).in_shardings[0][0].spec == P("data", None)
 
 
+def test_an_unconstrained_argument_is_planned_as_none_is(mesh):
+    x, free = np.ones((8, 8), F32), (None, P.UNCONSTRAINED)
+    plans = [shardplan.auto(mesh, in_shardings=(one, P("data")), out_shardings=one)(jnp.dot).plan(x, x) for one in free]
+    assert plans[0] == plans[1]
+
+
 def test_the_users_own_constraint_is_kept(mesh, params):
     def constrained(params, batch):
         h = jax.lax.with_sharding_constraint(batch["x"] @ params["up"], P("model", None))

@@ -182,6 +182,53 @@ def test_a_number_that_changes_nothing_is_no_op(fn, left):
     assert np.array_equal(emit(jaxpr, {}, None)(X[0])[0], fn(X[0]))
 
 
+def loss_and_metric(w, x):
+    """The gradient of a loss, and the same forward pass once more for a metric; `silu` is a function of its own to JAX."""
+
+    def predict(w):
+        return jax.nn.silu(x @ w) @ w
+
+    return jax.grad(lambda w: (predict(w) ** 2).mean())(w), jnp.abs(predict(w)).max()
+
+
+def in_branches(w, x):
+    return jax.lax.cond(x[0, 0] > 0, lambda: jnp.tanh(x @ w), lambda: jnp.tanh(x @ w) * 2) + jnp.tanh(x @ w)
+
+
+@pytest.mark.parametrize(
+    ("fn", "products"),
+    [
+        (loss_and_metric, 5),  # two of the forward pass, three of the backward pass
+        (lambda w, x: jnp.tanh(x @ w) + jnp.tanh(x @ w), 1),
+        (lambda w, x: jax.jit(jnp.dot)(x, w) + x @ w, 1),
+        (lambda w, x: jax.lax.scan(lambda c, _: (jnp.sin(c @ w) + jnp.cos(c @ w), None), x, None, length=3)[0] + x @ w, 2),
+        (in_branches, 3),  # branches compute for themselves
+        (lambda w, x: jnp.dot(x, w, precision="highest") + jnp.dot(x, w), 2),
+        (lambda w, x: jax.checkpoint(lambda w: x @ w)(w) + x @ w, 1),
+        (jax.grad(lambda w, x: (jax.checkpoint(lambda w: jnp.sin(x @ w))(w) ** 2).mean()), 3),  # once more behind a barrier
+    ],
+)
+def test_what_is_computed_twice_is_one_op(fn, products):
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    w, x = X[:4, :4], X[:, :4]
+    w = w[: x.shape[1], : x.shape[1]]
+    jaxpr = jax.jit(fn).trace(w, x).jaxpr
+    graph = parse(jaxpr)
+    check(graph)
+    assert sum(op.primitive == "dot_general" for op in graph.ops) == products
+    for a, b in zip(emit(jaxpr, {}, mesh, graph.repeats)(w, x), jax.tree.leaves(fn(w, x)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
+
+
+def test_what_is_random_or_calls_back_is_computed_as_often_as_it_is_written():
+    def fn(x):
+        seen = [jax.pure_callback(np.sin, jax.ShapeDtypeStruct(x.shape, x.dtype), x) for _ in range(2)]
+        return sum(seen) + jax.lax.rng_uniform(0.0, x[0, 0], (4,))[0] + jax.lax.rng_uniform(0.0, x[0, 0], (4,))[0]
+
+    names = [op.primitive for op in parse(jax.jit(fn).trace(X).jaxpr).ops]
+    assert names.count("pure_callback") == names.count("rng_uniform") == 2
+
+
 def test_each_value_is_followed_once_however_many_paths_lead_to_it():
     def diamonds(x):
         for _ in range(64):  # 2 ** 64 paths

@@ -268,6 +268,10 @@ MISTAKES = {  # what a person does -> how, and what is said; … stands for anyt
         lambda: planned(pins={"w": None}),
         "pin 'w': None is no PartitionSpec or NamedSharding.…way out: P() for replicated, or leave it out",
     ),
+    "a number in in_shardings": (
+        lambda: planned(in_shardings=(1, None)),
+        "in_shardings: 1 is no PartitionSpec or NamedSharding.…way out: P() for replicated, None to have it planned",
+    ),
     "two pins that disagree": (
         lambda: planned(pins={"w": P("data"), "*": P("model")}),
         "conflicting pins on w float32[64,64]: pin 'w' = P('data', None) and pin '*' = P('model', None).…way out",

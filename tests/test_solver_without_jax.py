@@ -1,5 +1,6 @@
 """The solver of cost networks stands alone: it imports neither jax nor a room of shardplan, and solves where jax cannot be imported."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -36,3 +37,24 @@ def test_the_solver_solves_where_jax_cannot_be_imported():
 def test_importing_the_solver_does_not_load_numba():
     command = "import sys, shardplan.ilp.solver; assert 'numba' not in sys.modules"
     subprocess.run([sys.executable, "-c", command], cwd=ROOT, check=True, timeout=300)
+
+
+LOADS = """
+import sys, types
+sys.modules[sys.argv[1]] = types.ModuleType(sys.argv[1])
+from shardplan.ilp.solver.or_tools import or_tools
+seen, load = [], sys.setdlopenflags
+sys.setdlopenflags = lambda flags: (seen.append(flags), load(flags))
+before = sys.getdlopenflags()
+or_tools("sat.python.cp_model")
+or_tools("graph.python.max_flow")
+assert sys.getdlopenflags() == before
+print([flags & ~before for flags in seen])
+"""
+
+
+def test_or_tools_are_bound_to_their_own_libraries_where_tensorflow_is_loaded():
+    """The module stands for TensorFlow, which is not installed here; with it CP-SAT ended the process."""
+    for module, flags in (("tensorflow", [getattr(os, "RTLD_DEEPBIND", 0), 0]), ("tensorfloat", [])):
+        done = subprocess.run([sys.executable, "-c", LOADS, module], cwd=ROOT, check=True, timeout=300, capture_output=True, text=True)
+        assert done.stdout.split("\n")[0] == str(flags)

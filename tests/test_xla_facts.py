@@ -238,6 +238,18 @@ def test_nothing_is_gathered_for_arrays_without_elements():
     assert emitted(fn, a(B, D), a(D, D), ins=(s(("data", "model")), s()), outs=(s(("data", "model")), s())) == []
 
 
+def test_a_forward_pass_beside_a_gradient_is_computed_once():
+    def predict(w, x):
+        return jax.nn.silu(x @ w) @ w
+
+    def fn(w, x):
+        return jax.grad(lambda w: (predict(w, x) ** 2).mean())(w), jnp.abs(predict(w, x)).max()
+
+    done = compile(jax.jit(fn), a(D, D), a(B, D), target="h100:1")
+    products = [product for product in done.products if product.runs]
+    assert len(products) == 5  # two of the forward pass, three of the backward pass
+
+
 def test_two_gathers_of_one_weight_are_one():
     def fn(x, w):
         return jnp.tanh(x @ constrain(w, s())) @ constrain(w, s())

@@ -84,7 +84,7 @@ def test_a_product_casts_what_it_reads_to_wider_dtypes_and_inputs_that_nothing_e
 
 @pytest.mark.slow
 @needs_gpu_compiler
-@pytest.mark.parametrize("behind", [jax.nn.gelu, jnp.negative, lambda y: jnp.tanh(y) + 1])
+@pytest.mark.parametrize("behind", [jax.nn.gelu, jnp.negative, lambda y: jnp.tanh(y) + 1, lambda y: y])
 def test_a_kernel_of_rows_ends_where_the_least_is_written_for_another_reduction(behind):
     moves_as_planned(lambda x: (behind(root_mean_square(x)).astype(F32) ** 2).mean(), [S(TOKENS, BF16)], rel=0.02)
 

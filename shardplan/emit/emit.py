@@ -9,6 +9,7 @@ import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 
 import jax
 
@@ -41,21 +42,23 @@ class EmitDecision:
 
 BARRIER = -1
 NOTHING = EmitDecision()
+NO_REPEATS: Mapping[Path, Path] = MappingProxyType({})
 
 
-def emit(closed, decisions: Mapping[Path, EmitDecision], mesh) -> Callable[..., list]:
+def emit(closed, decisions: Mapping[Path, EmitDecision], mesh, repeats: Mapping[Path, Path] = NO_REPEATS) -> Callable[..., list]:
     """A function of the flat inputs that computes what `closed` does, constrained as decided.
 
     Args:
         closed: the closed jaxpr that `parse` read.
         decisions: by path; ops without one are left alone.
         mesh: all axes of type Auto (`_jax.auto_twin`); where several meshes are in play it must be the current one.
+        repeats: as of `Graph`; an equation there has the results of the earlier one.
     """
     outputs = [None if isinstance(var, _jax.Literal) else var for var in closed.jaxpr.outvars]
     makers = {var: eqn for eqn in closed.jaxpr.eqns for var in eqn.outvars}
 
     def run(*args):
-        scope = _Scope(decisions, mesh)
+        scope = _Scope(decisions, mesh, repeats)
         consts = [scope.result(("const", k), 0, c) for k, c in enumerate(closed.consts)]
         args = [scope.result(("arg", k), 0, a) for k, a in enumerate(args)]
         results = scope.evaluate(closed.jaxpr, consts, args, ())
@@ -67,9 +70,15 @@ def emit(closed, decisions: Mapping[Path, EmitDecision], mesh) -> Callable[..., 
 class _Scope:
     """One function body being traced, and the copies of arrays made in it; bodies inside share no copies with it."""
 
-    def __init__(self, decisions: Mapping[Path, EmitDecision], mesh):
-        self.decisions, self.mesh = decisions, mesh
+    def __init__(self, decisions: Mapping[Path, EmitDecision], mesh, repeats: Mapping[Path, Path]):
+        self.decisions, self.mesh, self.repeats = decisions, mesh, repeats
+        self.repeated = frozenset(repeats.values())
+        self.made: dict[Path, list] = {}  # results of equations that others repeat
         self.copies: dict[tuple[int, Layout | int], tuple] = {}
+
+    def inside(self) -> _Scope:
+        """The scope of a body inside this one."""
+        return _Scope(self.decisions, self.mesh, self.repeats)
 
     def constrain(self, x, layout: Layout):
         """The array with a sharding constraint."""
@@ -148,6 +157,15 @@ class _Scope:
             evaluate = {"call": partial(self.call, inner), "scan": self.scan, "while": self.while_, "cond": self.cond}[region]
             with _jax.at_source(eqn):
                 return evaluate(eqn, operands, where)
+        where = self.repeats.get(where, where)
+        if where not in self.made:
+            results = self.op(eqn, operands, where)
+            if where not in self.repeated:
+                return results
+            self.made[where] = results
+        return self.made[where]
+
+    def op(self, eqn, operands, where: Path) -> list:
         if where not in self.decisions:
             return forms.run(eqn, operands, [None] * len(operands), [None] * len(eqn.outvars), self.mesh)
         decision = self.decisions[where]
@@ -164,7 +182,7 @@ class _Scope:
         if _jax.is_recompute(eqn):
             operands = self.results(path, "barrier", self.recomputed((*path, "barrier"), operands))
         if _jax.is_custom_vmap(eqn):
-            run = _jax.batched_as(eqn, lambda *xs: _Scope(self.decisions, self.mesh).evaluate(inner.jaxpr, inner.consts, xs, path))
+            run = _jax.batched_as(eqn, lambda *xs: self.inside().evaluate(inner.jaxpr, inner.consts, xs, path))
             return list(run(*operands))
         return self.evaluate(inner.jaxpr, inner.consts, operands, path)
 
@@ -188,7 +206,7 @@ class _Scope:
         rows = self.reads(path, "xs", operands[n_consts + n_carry :])
 
         def body(carry, row):
-            scope = _Scope(self.decisions, self.mesh)
+            scope = self.inside()
             args = scope.results(path, "const_in", consts) + scope.results(path, "carry", carry) + scope.results(path, "xs", row)
             out = scope.evaluate(inner.jaxpr, inner.consts, args, (*path, "body"))
             return scope.reads_results(path, "next", out[:n_carry]), scope.reads(path, "ys", out[n_carry:])
@@ -202,7 +220,7 @@ class _Scope:
         carries = self.reads(path, "carry", operands[n_cond + n_body :])
 
         def enter(carry):
-            scope = _Scope(self.decisions, self.mesh)
+            scope = self.inside()
             return scope, scope.results(path, "const_in", consts), scope.results(path, "carry", carry)
 
         def cond(carry):
@@ -221,7 +239,7 @@ class _Scope:
 
         def branch(b, inner):
             def run(*args):
-                scope = _Scope(self.decisions, self.mesh)
+                scope = self.inside()
                 args = scope.reads_results((*path, b), "in", args)
                 out = scope.evaluate(inner.jaxpr, inner.consts, args, (*path, b))
                 return [scope.read((*path, "out", k), b, x) for k, x in enumerate(out)]

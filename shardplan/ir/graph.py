@@ -128,6 +128,8 @@ class Graph:
     donated: frozenset[int] = frozenset()
     retainable_from: Mapping[int, tuple[int, int]] = field(default_factory=dict)
     """Copy -> (op, operand) that reads the same value in an earlier phase of the loop: its array may be retained or fetched again."""
+    repeats: Mapping[Path, Path] = field(default_factory=dict)
+    """Path of an equation that computes what an earlier one has computed, and is no op of its own -> path of that one."""
 
     @cached_property
     def loop_holders(self) -> list[tuple[int, ...]]:

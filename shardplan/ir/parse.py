@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -63,10 +64,19 @@ class _Recorder:
         self.loops: list[Loop] = []
         self.same_layout: list[tuple[int, int]] = []
         self.numbers: dict[int, Any] = {}  # value -> the one number that the program writes out for all its elements
+        self.computed: dict[Hashable, tuple[list[int], Path]] = {}  # what the body that is read has computed so far, and where
+        self.repeats: dict[Path, Path] = {}
         self.source = Source()
         self.phase: Phase = "forward"
         self.runs, self.loop = 1.0, -1
         self.seen_backward = False
+
+    @contextmanager
+    def body(self) -> Iterator[None]:
+        """While the body of a loop or a branch is read, whose equations compute again what was computed outside."""
+        outside, self.computed = self.computed, {}
+        yield
+        self.computed = outside
 
     def record(self, primitive, inputs, ins, outs, path, params=None, **more) -> list[int]:
         at = len(self.ops)
@@ -116,7 +126,8 @@ def parse(
         g.record("out", [v], [var.aval], [var.aval], ("out", k), label=label, source=made, padded=k in padded)
     made = tuple(replace(v, consumers=tuple(c)) for v, c in zip(g.values, g.consumers, strict=True))
     pairs = (*g.same_layout, *((args[a], outs[o]) for a, o in tied))
-    return Graph(tuple(g.ops), made, tuple(g.loops), pairs, tuple(args), tuple(outs), frozenset(args[d] for d in donated))
+    given = frozenset(args[d] for d in donated)
+    return Graph(tuple(g.ops), made, tuple(g.loops), pairs, tuple(args), tuple(outs), given, repeats=g.repeats)
 
 
 def _read(g: _Recorder, jaxpr, values: Sequence[int | None], path: Path) -> list[int | None]:
@@ -158,6 +169,17 @@ def _equation(g: _Recorder, eqn, inputs, where: Path) -> Sequence[int | None]:
     numbers = [x.val if isinstance(x, _jax.Literal) else g.numbers.get(v) for v, x in zip(inputs, eqn.invars, strict=True)]
     if (same := _unchanged(eqn, inputs, numbers)) is not None:
         return [same]
+    if (key := _computation(eqn, inputs)) is not None:
+        results, first = g.computed.setdefault(key, ([], where))
+        if first != where:
+            g.repeats[where] = first
+            return results
+        results += _op(g, eqn, inputs, numbers, where)
+        return results
+    return _op(g, eqn, inputs, numbers, where)
+
+
+def _op(g: _Recorder, eqn, inputs: Sequence[int | None], numbers: Sequence[Any], where: Path) -> list[int]:
     ins, outs = ([x.aval for x in of] for of in (eqn.invars, eqn.outvars))
     nothing = bool(outs) and all(map(_is_empty, outs))  # XLA reads no operand for results without elements, nor operands without any
     inputs = [None if nothing or _is_empty(x) else v for v, x in zip(inputs, ins, strict=True)]
@@ -166,6 +188,24 @@ def _equation(g: _Recorder, eqn, inputs, where: Path) -> Sequence[int | None]:
     if eqn.primitive.name in KEEP_NUMBER and (number := numbers[0]) is not None and np.size(number) == 1:
         g.numbers[results[0]] = number
     return results
+
+
+def _computation(eqn, inputs: Sequence[int | None]) -> Hashable:
+    """What is equal for equations that compute the same; None for one that is no function of values alone, or calls something.
+
+    XLA computes it once (fact: cse-merges-equal-ops). What is made of numbers of the program alone it makes where it is read.
+    """
+    name = eqn.primitive.name
+    if eqn.effects or all(v is None for v in inputs) or name == "optimization_barrier" or "call" in name or name.startswith("rng_"):
+        return None
+    literals = tuple(repr(x.val) for x in eqn.invars if isinstance(x, _jax.Literal))
+    types = tuple(x.aval for x in (*eqn.invars, *eqn.outvars))
+    params = tuple(sorted(eqn.params.items()))
+    try:
+        hash(key := (name, *inputs, literals, types, params, eqn.ctx))
+    except TypeError:
+        return None
+    return key
 
 
 def _is_nonzero(operand) -> bool:
@@ -234,8 +274,10 @@ def _loop(g: _Recorder, eqn, inputs, path: Path, trips: float, n_consts: int, n_
     g.loops.append(Loop(start := len(g.ops), start, trips, inside))
     g.loop, g.runs = loop, inside
     if cond is not None:
-        _call(g, cond, [*consts[:n_cond], *carries], (*path, "cond"))
-    results = _call(g, body, [*consts[n_cond:], *carries, *slices], (*path, "body"))
+        with g.body():
+            _call(g, cond, [*consts[:n_cond], *carries], (*path, "cond"))
+    with g.body():
+        results = _call(g, body, [*consts[n_cond:], *carries, *slices], (*path, "body"))
     g.same_layout += [(g.values[carry].producer[0], len(g.ops) + k) for k, carry in enumerate(carries)]
     out = g.borders("loop_next", "next", results[:n_carry], first, first, path, runs=outside)
     out += g.borders("loop_stack", "ys", results[n_carry:], stacked, eqn.outvars[n_carry:], path, held_during=loop)
@@ -307,7 +349,8 @@ def _cond(g: _Recorder, eqn, inputs, path: Path) -> list[int]:
     ends = []
     for b, branch in enumerate(_jax.branches(eqn)):
         entered = g.borders("branch_in", "in", inputs[1:], eqn.invars[1:], eqn.invars[1:], (*path, b))
-        ends.append(_call(g, branch, entered, (*path, b)))
+        with g.body():
+            ends.append(_call(g, branch, entered, (*path, b)))
     return [
         g.record("branch_out", [e[k] for e in ends], [var.aval] * len(ends), [var.aval], (*path, "out", k))[0]
         for k, var in enumerate(eqn.outvars)

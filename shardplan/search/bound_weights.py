@@ -18,13 +18,13 @@ from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
-from ortools.graph.python.max_flow import SimpleMaxFlow
 
 from shardplan.costs.array_edges import ArrayEdge
 from shardplan.costs.bound_network import AROUND, KERNELS, LATENCY, NETWORK, Weights
 from shardplan.costs.kernel_tasks import OUTSIDE
 from shardplan.costs.shared_collectives import shared_key
 from shardplan.costs.task import PlanningTask
+from shardplan.ilp.solver.or_tools import or_tools
 
 MOST_COLLECTIVES = 256
 """Collectives of one computation, the longest, that E is chosen from."""
@@ -351,9 +351,9 @@ def _minimum_cut(collectives: Sequence[float], kernels: Sequence[tuple[int, floa
     scale = 1.0 if seconds.max() <= 0 else min(1.0, MOST_FLOW / (seconds.max() * sink))
     capacity = (seconds * scale).astype(np.int64)
     at, c = np.nonzero(np.array([[not bits >> c & 1 for c in range(len(collectives))] for bits, _ in kernels]))
-    flow, before, kernel = SimpleMaxFlow(), np.arange(1, first), np.arange(first, sink)
+    flow, before, kernel = or_tools("graph.python.max_flow").SimpleMaxFlow(), np.arange(1, first), np.arange(first, sink)
     arcs = ((np.zeros_like(before), before), (kernel, np.full_like(kernel, sink)), (1 + c, first + at))
     tails, heads = (np.concatenate(ends).astype(np.int32) for ends in zip(*arcs, strict=True))
-    flow.add_arcs_with_capacity(tails, heads, np.append(capacity, np.full(len(c), MOST_FLOW)))  # pyright: ignore[reportArgumentType]
+    flow.add_arcs_with_capacity(tails, heads, np.append(capacity, np.full(len(c), MOST_FLOW)))
     flow.solve(0, sink)
     return sum(1 << n - 1 for n in flow.get_source_side_min_cut() if 1 <= n <= len(collectives))

@@ -9,7 +9,8 @@ may want another layout, and the reshard is paid once for all readers that want 
        +-> copy 3 -+-> add                      one for followers, if w may be partial or lies otherwise
                    +-> mul
 
-A retained copy costs memory between the phases, a regathered one a second collective; small arrays are always retained. The operand of
+A retained copy costs memory between the phases, a regathered one a second collective; small arrays are always retained. The update
+reads parameters behind a barrier, so that no copy of one is retained for it. The operand of
 a recomputed layer's barrier is a copy in the same way: what is gathered before the barrier is the array that the forward pass gathered,
 what is gathered behind it is gathered again. Followers share the copy of a lookup: gathered for a product and transposed, the table is
 there to look things up. A large array that a big op reads has a copy even for one reader, so that memory counts the gathered array.
@@ -67,7 +68,8 @@ def _copies(graph: Graph, follows: Sequence[bool], sums: Sequence[bool], lookups
     before: dict[tuple, Reader] = {}
     out = []
     for key, readers in found.items():
-        earlier = before.get(key[1:]) if large else None
+        behind_barrier = key[0] == "update" and graph.ops[made].traits.step_input
+        earlier = before.get(key[1:]) if large and not behind_barrier else None
         if key in needed or (large and not key[2]) or len({at for at, _ in readers}) > 1:
             out.append(_Copy(key[2], readers, earlier))
         before[key[1:]] = readers[0]
@@ -147,4 +149,5 @@ def _insert(graph: Graph, wanted: Sequence[tuple[int, int, int, _Copy]], recompu
         tuple(moved[o] for o in graph.outs),
         frozenset(moved[d] for d in graph.donated),
         retainable,
+        graph.repeats,
     )

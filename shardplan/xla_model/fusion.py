@@ -38,6 +38,8 @@ from shardplan.xla_model.stack_zeros import StackZeros, stack_zeros
 from shardplan.xla_model.summed_scatters import copies, summed_scatters
 from shardplan.xla_model.traffic import KernelTraffic
 
+CAST = "convert_element_type"
+
 
 def materialised(
     graph: Graph, rules: Sequence[Rule], sums: Sequence[bool], rows: RowKernels, recomputed_bytes: float = inf
@@ -92,13 +94,19 @@ def _computes_row(graph: Graph, rows: RowKernels, at: int, stack: int) -> bool:
 
 
 def _narrowest(graph: Graph, rules: Sequence[Rule], rows: RowKernels, v: int) -> int:
-    """Where a kernel that keeps rows on chip ends, if v is reduced by another: at the narrowest array on the way to v."""
+    """Where a kernel that keeps rows on chip ends, if v is reduced by another: at the narrowest array on the way to v.
+
+    A cast back to the dtype from which an array has just been cast takes both away (fact: fusion-casts-back).
+    """
     best = v
     while True:
-        arrays = [graph.original(u) for u in graph.ops[graph.values[v].producer[0]].inputs if u is not None and graph.values[u].shape]
+        op = graph.ops[graph.values[v].producer[0]]
+        arrays = [graph.original(u) for u in op.inputs if u is not None and graph.values[u].shape]
         if len(arrays) != 1 or len({*graph.readers(v := arrays[0])}) != 1 or not rows.behind[graph.maker(v)]:
             return best
-        if graph.values[v].bytes < graph.values[best].bytes and rules[graph.values[v].producer[0]].fusion == "loop":
+        maker = graph.ops[graph.values[v].producer[0]]
+        back = op.primitive == maker.primitive == CAST and op.outs[0].dtype == maker.ins[0].dtype
+        if not back and graph.values[v].bytes < graph.values[best].bytes and rules[graph.values[v].producer[0]].fusion == "loop":
             best = v
 
 
@@ -205,9 +213,6 @@ def _shared_zeros(graph: Graph, scatters: Collection[int]) -> list[int]:
             into = any(graph.ops[reader].traits.in_place and reader not in scatters for reader in graph.readers(op.outputs[0]))
             updated.setdefault((op.outs[0].shape, op.outs[0].dtype, into), []).append(op.outputs[0])
     return [v for (shape, dtype, into), some in updated.items() if not into and (shape, dtype, True) in updated for v in some]
-
-
-CAST = "convert_element_type"
 
 
 @dataclass(frozen=True)

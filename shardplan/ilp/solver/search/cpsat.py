@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from shardplan.ilp.solver.or_tools import or_tools
 from shardplan.ilp.solver.problem import Problem, Solution, Status, Usage
 
 MAX_SUM = 2**52  # sums of all costs that CP-SAT adds without overflow
@@ -33,7 +34,7 @@ def solve_core(problem: Problem, *, work: float, seconds: float | None = None, c
     `work` limits CP-SAT's deterministic seconds, `seconds` the wall-clock time. The answer's bound is inf if there is none within the
     cutoff, and its `stats["work"]` the work done.
     """
-    from ortools.sat.python import cp_model
+    cp_model = or_tools("sat.python.cp_model")
 
     model, unit = cp_model.CpModel(), _unit(problem)
     x = [[model.new_bool_var("") for _ in c] for c in problem.costs]
@@ -106,7 +107,7 @@ def _unit(problem: Problem) -> float:
 
 def _limit_memory(model, usages: Sequence[Usage], limit: int, x) -> None:
     """(3) at every step; bytes and limit are rounded down, a relaxation where they are not integers."""
-    from ortools.sat.python import cp_model
+    cp_model = or_tools("sat.python.cp_model")
 
     rows: list[tuple[list, list]] = [([], []) for _ in range(max((u.hi for u in usages), default=0))]
     for u in usages:
