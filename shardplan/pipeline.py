@@ -60,7 +60,7 @@ def make_plan(traced: Traced, mesh: MeshShape, cluster: Cluster, options: Option
     less = None if memory is None else (1 - options.reserve) * memory
     found, chosen = _found(task, searches, less, near, known)
     if chosen is None and less != memory:
-        found, chosen = _found(task, searches, memory, near)
+        found, chosen = _found(task, searches, memory, near, known)
     chosen = chosen or _lowest_peak(task, searches["ilp"], found, memory)
     if found.bound and chosen.network.space is not task.space:  # a plan that none of the space is, as followers reshard in it
         deadline = Deadline(None if options.time_limit is None else 0.0, work=np.inf)

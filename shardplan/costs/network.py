@@ -345,10 +345,10 @@ class CostNetwork:
                 continue
             i, r = graph.values[v].producer
             taken = graph.ops[i].traits.alias and takes_over_buffer(graph, self.space.materialised, i)
-            buffer = "own" if blocks.count(i) > 1 else "" if taken or not graph.ops[i].traits.alias else "implicit"
+            explicit = taken or not graph.ops[i].traits.alias or i in blocks.aliasing
             r += len(graph.ops[i].inputs)
             times = bytes_until_read(graph, self.space.materialised, i) if taken else 1.0
-            yield Allocation(i, r, v, *interval, buffer, times)
+            yield Allocation(i, r, v, *interval, ("own" if blocks.count(i) > 1 else "") if explicit else "implicit", times)
             if i in graph.retainable_from:
                 at, _ = graph.retainable_from[i]
                 earlier = live[graph.ops[at].outputs[0]] if graph.ops[at].traits.copy else None
