@@ -42,6 +42,16 @@ def test_a_scatter_into_zeros_that_are_added_to_something_writes_into_that(name)
     moves_as_planned(*INTO_SUM[name], rel=0.02)
 
 
+@pytest.mark.slow
+@needs_gpu_compiler
+def test_zeros_that_several_read_beside_a_scatter_are_one_array():
+    def masked(x, rows, at):
+        less, more = (jnp.where(test, x, jnp.zeros(x.shape)) for test in (x < 0, x > 1))
+        return less, more, jnp.zeros(x.shape).at[at].add(rows)
+
+    moves_as_planned(masked, (X, ROWS, AT), rel=0.02)
+
+
 def root_mean_square(x):
     y = x.astype(F32)
     return (y * lax.rsqrt((y * y).mean(-1, keepdims=True) + 1e-6)).astype(x.dtype)

@@ -203,16 +203,16 @@ def _carries(graph: Graph, op: Op) -> list[int]:
 
 
 def _shared_zeros(graph: Graph, scatters: Collection[int]) -> list[int]:
-    """Scalars broadcast like those that a scatter writes into, taken to be zeros: XLA makes one array of both, and a copy.
+    """Scalars broadcast like those that a scatter writes into, taken to be zeros: XLA makes one array of all, and a copy per scatter.
 
-    But for numbers that the program says are none, and those of `scatters`, which write into something else.
+    Of several the first stands for the array. But for numbers that the program says are none, and those of `scatters`, which write into something else.
     """
     updated: dict[tuple[Hashable, Hashable, bool], list[int]] = {}  # (shape, dtype, whether a scatter writes into it) -> values
     for op in graph.ops:
         if op.scalar_broadcast and op.loop < 0 and not op.operand_is_nonzero:
             into = any(graph.ops[reader].traits.in_place and reader not in scatters for reader in graph.readers(op.outputs[0]))
             updated.setdefault((op.outs[0].shape, op.outs[0].dtype, into), []).append(op.outputs[0])
-    return [v for (shape, dtype, into), some in updated.items() if not into and (shape, dtype, True) in updated for v in some]
+    return [some[0] for (shape, dtype, into), some in updated.items() if not into and (shape, dtype, True) in updated]
 
 
 @dataclass(frozen=True)
