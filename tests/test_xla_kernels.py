@@ -44,10 +44,13 @@ def test_a_scatter_into_zeros_that_are_added_to_something_writes_into_that(name)
 
 @pytest.mark.slow
 @needs_gpu_compiler
-def test_zeros_that_several_read_beside_a_scatter_are_one_array():
+@pytest.mark.parametrize("behind", [True, False])
+def test_zeros_that_several_read_behind_a_scatter_are_one_array(behind):
     def masked(x, rows, at):
-        less, more = (jnp.where(test, x, jnp.zeros(x.shape)) for test in (x < 0, x > 1))
-        return less, more, jnp.zeros(x.shape).at[at].add(rows)
+        z = jnp.zeros(x.shape).at[at].add(rows)
+        some = z if behind else x
+        less, more = (jnp.where(test, x, jnp.zeros(x.shape)) for test in (some < 0, some > 1))
+        return less, more, z
 
     moves_as_planned(masked, (X, ROWS, AT), rel=0.02)
 

@@ -203,16 +203,37 @@ def _carries(graph: Graph, op: Op) -> list[int]:
 
 
 def _shared_zeros(graph: Graph, scatters: Collection[int]) -> list[int]:
-    """Scalars broadcast like those that a scatter writes into, taken to be zeros: XLA makes one array of all, and a copy per scatter.
+    """Scalars broadcast like those that a scatter writes into, taken to be zeros, and read behind it: XLA makes one array of all.
 
-    Of several the first stands for the array. But for numbers that the program says are none, and those of `scatters`, which write into something else.
+    Of several the first stands for the array. But for numbers that the program says are none, and those of `scatters`, which write into
+    something else. A reader that waits for no scatter makes them itself.
     """
-    updated: dict[tuple[Hashable, Hashable, bool], list[int]] = {}  # (shape, dtype, whether a scatter writes into it) -> values
-    for op in graph.ops:
-        if op.scalar_broadcast and op.loop < 0 and not op.operand_is_nonzero:
-            into = any(graph.ops[reader].traits.in_place and reader not in scatters for reader in graph.readers(op.outputs[0]))
-            updated.setdefault((op.outs[0].shape, op.outs[0].dtype, into), []).append(op.outputs[0])
-    return [some[0] for (shape, dtype, into), some in updated.items() if not into and (shape, dtype, True) in updated]
+    overwritten = {
+        at: op.inputs[0]
+        for at, op in enumerate(graph.ops)
+        if op.traits.in_place and at not in scatters and op.inputs[0] is not None and _is_zeros(graph, op.inputs[0])
+    }
+    into = {graph.original(v) for v in overwritten.values()}
+    behind: list[frozenset[Hashable]] = []  # per op, shapes and dtypes of the scatters into zeros that it waits for
+    out: dict[Hashable, int] = {}
+    for at, op in enumerate(graph.ops):
+        waits = {behind[graph.values[v].producer[0]] for v in op.inputs if v is not None}
+        behind.append(frozenset().union(*waits, [_typed(graph, graph.ops[at].outputs[0])] if at in overwritten else ()))
+        for v in op.inputs if behind[at] else ():
+            zeros = None if v is None else graph.original(v)
+            if zeros is not None and zeros not in into and _is_zeros(graph, zeros) and _typed(graph, zeros) in behind[at]:
+                out.setdefault(_typed(graph, zeros), zeros)
+    return [*out.values()]
+
+
+def _typed(graph: Graph, v: int) -> Hashable:
+    return graph.values[v].shape, graph.values[v].dtype
+
+
+def _is_zeros(graph: Graph, v: int) -> bool:
+    """Whether a value may be zeros that XLA writes once: a scalar, not said to be another number, broadcast outside loops."""
+    op = graph.ops[graph.maker(v)]
+    return op.scalar_broadcast and op.loop < 0 and not op.operand_is_nonzero
 
 
 @dataclass(frozen=True)
