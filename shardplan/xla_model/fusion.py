@@ -4,14 +4,14 @@ Elementwise ops, views and the reductions behind them fuse. A value that only fu
 again. Materialised are:
 
     inputs, loop carries and branch results; products, gathers, scatters and the like
-    partial sums that are copied: written, reduced by a collective, read again
     elementwise results that some reader cannot compute again, or that are cheaper to read than to compute again (`expensive.py`)
     products that are transposed in memory (`physical_order.py`)
     what a product's kernel writes: its result after elementwise work on it alone that ends in a narrower dtype
 
-Which ops are one kernel: `kernel_groups.py`.
+A partial sum that is completed is written, reduced by a collective and read again: prices count that for each strategy
+(`KernelTraffic.partial_moves`). Which ops are one kernel: `kernel_groups.py`.
 
-Facts: fusion-loop, fusion-matmul-prologue, fusion-matmul-epilogue, fusion-matmul-carry, fusion-broadcast-scalar, fusion-zeros-shared,
+Facts: fusion-loop, fusion-matmul-prologue, fusion-matmul-prologue-cast, fusion-rows-end, liveness-rows-kept, fusion-matmul-epilogue, fusion-matmul-carry, fusion-broadcast-scalar, fusion-zeros-shared,
 fusion-reads-part, fusion-in-place-update, fusion-scatter-into-sum, fusion-stacked-rows, product-parts-summed.
 """
 
