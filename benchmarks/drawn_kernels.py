@@ -129,8 +129,8 @@ def step_of(drawn: Drawn, gradients: bool) -> Callable:
     return step
 
 
-def measured(drawn: Drawn, gradients: bool) -> tuple[float, float]:
-    """Compute seconds and bytes of memory, predicted over emitted.
+def measured(drawn: Drawn, gradients: bool) -> tuple[float, float] | None:
+    """Compute seconds and bytes of memory, predicted over emitted; None where the step computes nothing.
 
     Raises:
         RuntimeError: XLA does not compile the step.
@@ -151,21 +151,18 @@ def measured(drawn: Drawn, gradients: bool) -> tuple[float, float]:
     if not done.ok:
         raise RuntimeError(done.error)
     emitted = schedule.seconds(done, shardplan.Cluster.preset(TARGET.partition(":")[0]))
+    if not emitted.compute_s:
+        return None
     return plan.seconds["compute"] / emitted.compute_s, plan.memory().peak / done.memory.peak_bytes
 
 
 def rows(seeds: range, gradients: bool) -> Iterator[tuple[float, float]]:
-    """Prints a line per seed, and yields its figures; what reads no batch computes nothing and is left out."""
+    """Prints a line per seed, and yields its figures; graphs whose results read no batch, or have no gradient, are left out."""
     for seed in seeds:
         drawn = draw(seed, gradients)
-        reached = {len(drawn.ops)}
-        for n in range(len(drawn.ops), 0, -1):
-            reached.update(drawn.ops[n - 1][1] if n in reached else ())
-        if gradients and not any(name == PRODUCT for n, (name, _) in enumerate(drawn.ops, 1) if n in reached):
-            continue
-        compute, peak = measured(drawn, gradients)
-        print(f"{seed:5} {compute:8.3f} {peak:8.3f}  {drawn}", flush=True)
-        yield compute, peak
+        if found := measured(drawn, gradients):
+            print(f"{seed:5} {found[0]:8.3f} {found[1]:8.3f}  {drawn}", flush=True)
+            yield found
 
 
 def main(arguments=None) -> None:

@@ -41,7 +41,7 @@ def once(table, ids):
         (lambda table, ids: tied(table.reshape(2, 1024, 1024).reshape(2048, 1024), ids), {"all-to-all": 0.5}),
         (lambda table, ids: table.astype(jnp.float8_e4m3fn)[ids] @ table.T.astype(jnp.float8_e4m3fn), {"all-to-all": 0.25}),
         (once, dict.fromkeys(MOVES, 0.5)),
-        (lambda table, ids: (once(table, ids), once(table, ids)), {"all-to-all": 0.5}),
+        (lambda table, ids: (once(table, ids), jnp.sin(table.reshape(4, 512, 1024).astype(BF16))), {"all-to-all": 0.5}),
         (lambda table, ids: (jnp.tanh(cast := table.astype(BF16)), jnp.sin(cast)), {"all-to-all": 0.5}),
         (lambda table, ids: (once(table, ids), jnp.tanh(table)), None),
         (lambda table, ids: table[ids].astype(BF16) @ table.T.astype(BF16), None),  # a lookup in the wide table

@@ -216,7 +216,7 @@ def test_shards_optimizer_state_and_then_parameters_as_memory_tightens():
     assert [fraction_per_device(p, "state/m") for p in plans] == [fraction_per_device(p, "state/v") for p in plans] == [1 / 8] * 3
     assert [gathers(p) for p in plans] == [2, 3, 4] and fraction_per_device(plans[-1], "state/params") == 1 / 8
     peaks = [p.memory().peak for p in plans]
-    assert [round(peak / 1e8) for peak in peaks[::2]] == [20, 11] and peaks[2] < peaks[1] <= 0.8 * peaks[0]
+    assert [round(peak / 1e8) for peak in peaks[::2]] == [19, 10] and peaks[2] < peaks[1] <= 0.8 * peaks[0]
     assert free.gap < 0.02 and all(p.gap < 0.14 for p in plans)  # the bound is that of any memory
 
 
@@ -229,11 +229,11 @@ def test_gathers_again_rather_than_retaining_as_memory_tightens():
     plans = [plan_of(step, state, batch, memory=budget) for budget in budgets]
     assert all(plan.memory().peak <= budget for plan, budget in zip(plans, budgets, strict=True))
     assert all(fraction_per_device(p, "state/m") < 1 / 4 and layouts(p)["batch"] == sharded(1, 0) for p in plans)
-    assert gathers(free) <= gathers(plans[0]) < gathers(plans[1]) < gathers(plans[2]) <= 16
+    assert gathers(free) < gathers(plans[0]) < gathers(plans[1]) <= gathers(plans[2]) <= 16
     seconds = [p.seconds["total"] for p in plans]
     assert seconds == sorted(seconds) and seconds[-1] < 1.06 * seconds[0]
     sent = [p.seconds["communication"] for p in plans]
-    assert sent[0] < sent[1] < sent[2]
+    assert sent[0] < sent[1] <= sent[2]
 
 
 @pytest.mark.slow

@@ -245,7 +245,7 @@ def test_a_plan_with_a_choice_runs_with_the_same_numbers():
 
 def test_the_history_states_code_that_gives_each_plan(plan):
     first = Entry(plan, "as planned")
-    row = next(x["id"] for x in first.instrument.arrays if x["name"] == "params/layers/*/up")
+    row = next(x["id"] for x in first.instrument.arrays if x["name"] == "params/layers/*/down")
     choice = first.answers.answer(row)["choices"][0]["text"]
     taken = first.taken(0, row, choice)
     moved = taken.instrument.collectives[0]["id"]
@@ -260,8 +260,8 @@ def test_the_history_states_code_that_gives_each_plan(plan):
     assert (dict(other.plan.mesh), other.plan.cluster, less.plan.memory().limit) == ({"data": 8}, "a100", 1e9)
     names = {"P": P}
     exec(taken.pins_code, names)
-    assert names["pins"].keys() == {"params/layers/*/up"}
-    assert "params/layers/*/up" in first.pins_code
+    assert names["pins"].keys() == {"params/layers/*/down"}
+    assert "params/layers/*/down" in first.pins_code
 
 
 def test_every_mesh_of_as_many_devices_can_be_picked():
@@ -475,7 +475,7 @@ def test_the_widget_prices_replans_undoes_and_cancels(unasked):
             time.sleep(0.02)
         assert holds(), (widget.message, widget.work)
 
-    row = next(x["id"] for x in widget.data["arrays"] if x["name"] == "params/layers/*/up")
+    row = next(x["id"] for x in widget.data["arrays"] if x["name"] == "params/layers/*/down")
     answers = []
     widget.observe(lambda change: answers.append(change["new"].get(row)), "answers")
     ask(do="ask", id=row)
@@ -492,7 +492,7 @@ def test_the_widget_prices_replans_undoes_and_cancels(unasked):
     assert widget.history[1]["name"] == "up otherwise"
     ask(do="compare", a=0, b=1)
     ask(do="copy", what="code")
-    assert "params/layers/*/up" in said[-2]["text"] and "what_if" in said[-1]["text"]
+    assert "params/layers/*/down" in said[-2]["text"] and "what_if" in said[-1]["text"]
     ask(do="anew")
     ask(do="cancel")
     until(lambda: not widget.work)
@@ -513,12 +513,12 @@ def test_a_plan_that_was_taken_over_is_solved_when_a_row_is_opened(tmp_path):
     assert kept.context.planned is None and kept == first
     kernel = Kernel(kept)
     kernel.ask(do="hello")
-    row = next(x["id"] for x in kernel.widget.data["arrays"] if x["name"] == "params/layers/*/up")
+    row = next(x["id"] for x in kernel.widget.data["arrays"] if x["name"] == "params/layers/*/down")
     assert kernel.said == [{"hello": True}] and kernel.widget.plan is kept
     kernel.ask(do="ask", id=row)
     widget = kernel.done(lambda: not kernel.widget.answers.get(row, {"estimated": True})["estimated"])
     assert widget.plan == first and widget.plan.context.planned is not None and len(widget.history) == 1
-    assert [c["text"] for c in widget.answers[row]["choices"]] == [c.text for c in first.why("params/layers/*/up").choices]
+    assert [c["text"] for c in widget.answers[row]["choices"]] == [c.text for c in first.why("params/layers/*/down").choices]
     kernel.ask(do="take", id=row, choice=widget.answers[row]["choices"][0]["text"])
     assert kernel.done().current == 1 and widget.message == ""
 
@@ -566,7 +566,7 @@ def test_an_opened_row_shows_its_best_estimates_so_far_until_all_are_there(unask
     monkeypatch.setattr("shardplan.view.explore.SHOW_EVERY_S", 0.0)
     kernel = Kernel(unasked)
     targets, told = kernel.widget._entries[0].instrument.targets, []
-    row = next(id_ for id_, what in targets.items() if what == "params/layers/*/up")
+    row = next(id_ for id_, what in targets.items() if what == "params/layers/*/down")
     kernel.widget.observe(lambda change: told.append(change["new"][row]), "answers")
     kernel.ask(do="ask", id=row)
     kernel.done(lambda: told and not told[-1]["pending"])
@@ -803,10 +803,10 @@ def test_what_was_asked_for_is_on_the_page_of_a_large_plan(plan, monkeypatch):
     pages = []
     for ask in (False, True):
         if ask:
-            mine.why("params/layers/*/up")
+            mine.why("params/layers/*/down")
         state = re.search(r'<script type="application/json" id="shardplan-data">(.*?)</script>', mine.html(), re.S)
         data = json.loads(state[1])
-        (row,) = (r for r in data["data"]["arrays"] if r["name"] == "params/layers/*/up")
+        (row,) = (r for r in data["data"]["arrays"] if r["name"] == "params/layers/*/down")
         assert data["answers"].keys() >= {r["id"] for r in data["data"]["arrays"]}, "facts of every row"
         assert data["answers"][row["id"]]["readers"]
         pages.append(bool(data["answers"][row["id"]].get("choices")))

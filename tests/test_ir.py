@@ -205,6 +205,7 @@ def in_branches(w, x):
         (in_branches, 3),  # branches compute for themselves
         (lambda w, x: jnp.dot(x, w, precision="highest") + jnp.dot(x, w), 2),
         (lambda w, x: jax.checkpoint(lambda w: x @ w)(w) + x @ w, 1),
+        (lambda w, x: sum(jax.jit(lambda w, n: jnp.dot(x, w * n))(w, n) for n in (2.0, 3.0)), 2),  # numbers handed to a function
         (jax.grad(lambda w, x: (jax.checkpoint(lambda w: jnp.sin(x @ w))(w) ** 2).mean()), 3),  # once more behind a barrier
     ],
 )

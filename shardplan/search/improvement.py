@@ -14,6 +14,7 @@ Also known as local search, and path relinking.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain, zip_longest
@@ -194,11 +195,13 @@ class _Improvement:
 
     @property
     def roles(self) -> list[list[int]]:
-        """Inputs of one role in repeated layers, the largest together first."""
-        graph, found = self.task.space.graph, {}
+        """Inputs of one role in repeated layers, and of one path but for numbers, the largest together first."""
+        graph, found = self.task.space.graph, dict[object, list[int]]()
         for a in graph.args:
             found.setdefault(self.task.space.layers[a], []).append(a)
-        return sorted(found.values(), key=lambda some: -sum(graph.values[graph.ops[a].outputs[0]].bytes for a in some))
+            found.setdefault((re.sub(r"\d+", "#", graph.ops[a].label), graph.ops[a].outs[0].shape), []).append(a)
+        distinct = {tuple(some): some for some in found.values()}
+        return sorted(distinct.values(), key=lambda some: -sum(graph.values[graph.ops[a].outputs[0]].bytes for a in some))
 
     def relinks(self, best: Judged, others: list[dict[int, Layout]]) -> Iterator[Change]:
         """One role after the other as in other plans, the best of these first."""

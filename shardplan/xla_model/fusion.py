@@ -6,13 +6,13 @@ again. Materialised are:
     inputs, loop carries and branch results; products, gathers, scatters and the like
     elementwise results that some reader cannot compute again, or that are cheaper to read than to compute again (`expensive.py`)
     products that are transposed in memory (`physical_order.py`)
-    what a product's kernel writes: its result after elementwise work on it alone that ends in a narrower dtype
+    what a product's kernel writes (`product_kernels.py`)
 
 A partial sum that is completed is written, reduced by a collective and read again: prices count that for each strategy
 (`KernelTraffic.partial_moves`). Which ops are one kernel: `kernel_groups.py`.
 
-Facts: fusion-loop, fusion-matmul-prologue, fusion-matmul-prologue-cast, fusion-rows-end, liveness-rows-kept, fusion-matmul-epilogue, fusion-matmul-carry, fusion-broadcast-scalar, fusion-zeros-shared,
-fusion-reads-part, fusion-in-place-update, fusion-scatter-into-sum, fusion-stacked-rows, product-parts-summed.
+Facts: fusion-loop, fusion-rows-end, fusion-casts-back, fusion-broadcast-scalar, fusion-zeros-shared, fusion-reads-part,
+fusion-in-place-update, fusion-scatter-into-sum, fusion-stacked-rows, liveness-rows-kept, product-parts-summed.
 """
 
 from __future__ import annotations
@@ -24,21 +24,19 @@ from dataclasses import dataclass
 from functools import partial
 from math import inf
 
-from shardplan._jax import itemsize
 from shardplan.ir.graph import Graph, Op
 from shardplan.mesh.rates import elements_computed
 from shardplan.strategies.rule import Fusion, Rule
 from shardplan.xla_model.expensive import cheaper_to_read
 from shardplan.xla_model.kernel_groups import Kernel, Kernels, absorbs, fuses, read_array, read_by_fusion, seen_through
 from shardplan.xla_model.overlapping_parts import elements_read
-from shardplan.xla_model.physical_order import Dims, PhysicalOrders, transposed_product
+from shardplan.xla_model.physical_order import Dims, PhysicalOrders
+from shardplan.xla_model.product_kernels import CAST, computed_on_the_way, prologues, written_by_products
 from shardplan.xla_model.ragged import masked_by_op
 from shardplan.xla_model.row_kernels import RowKernels, masks, reduced_apart, reduces_columns, reduces_rows, rows_read
 from shardplan.xla_model.stack_zeros import StackZeros, stack_zeros
 from shardplan.xla_model.summed_scatters import copies, summed_scatters
 from shardplan.xla_model.traffic import KernelTraffic
-
-CAST = "convert_element_type"
 
 
 def materialised(
@@ -54,7 +52,7 @@ def materialised(
         recomputed_bytes: of the device (`recomputed_from`).
     """
     out = [True] * len(graph.values)
-    prologue = {v: read for v, read in _prologues(graph, rules).items() if v not in rows.orders.written}
+    prologue = {v: read for v, read in prologues(graph, rules).items() if v not in rows.orders.written}
     into_products = {v for v in prologue.values() if v not in prologue}
     scatters, ends = summed_scatters(graph), set[int]()
     for v in reversed(range(len(graph.values))):
@@ -78,7 +76,8 @@ def materialised(
             out[v] |= rarely_partial(op, fusion) and _needs_memory(graph, out, rows, v)
     for v, (w, always) in written_by_products(graph, rules).items():
         if always or out[w]:
-            out[v], out[w] = False, True
+            for u in (v, *computed_on_the_way(graph, v, w)):
+                out[u] = u == w
     for v in (*rows.orders.later, *_shared_zeros(graph, scatters)):
         out[v] = True
     for at, found in scatters.items():
@@ -123,83 +122,6 @@ def _needs_memory(graph: Graph, written: Sequence[bool], rows: RowKernels, v: in
     reduced = graph.ops[graph.values[v].producer[0]].traits.reduction
     inside = graph.reached(v, lambda at: not any(written[w] for w in graph.ops[at].outputs))
     return any(rows.behind[at] or (reduced and graph.ops[at].traits.broadcast) for at in inside)
-
-
-def _prologues(graph: Graph, rules: Sequence[Rule]) -> dict[int, int]:
-    """Value that XLA computes inside the products that read it -> the one array that it computes it of, reading it once.
-
-    A cast to a narrower dtype, a selection or a second use of the array (gelu's) is written before the product, and so is work with
-    anything that is no input of the computation as it is: a mean, a weight that is cast, a row of a stack.
-    """
-    possible: dict[int, int] = {}
-    for op in graph.ops:
-        if (op.traits.matmul_prologue or op.primitive == CAST) and op.outs[0].shape and not _narrows(graph, op):
-            arrays = [graph.original(v) for v, x in zip(op.inputs, op.ins, strict=True) if v is not None and x.size == op.outs[0].size]
-            made = [v for v in arrays if not graph.ops[graph.maker(v)].traits.broadcast]
-            others = [v for v in op.inputs if v is not None and all(graph.original(v) != u for u in made)]
-            if len(made) == 1 and all(_is_input(graph, v) for v in others):
-                possible[op.outputs[0]] = made[0]
-    out: dict[int, int] = {}
-    for v in sorted(possible, reverse=True):
-        reached = (graph.ops[at] for at in graph.reached(v, partial(seen_through, graph, rules)))
-        if any(op.traits.matmul or not out.keys().isdisjoint(op.outputs) for op in reached):
-            out[v] = possible[v]
-    return out
-
-
-def _narrows(graph: Graph, op: Op) -> bool:
-    """Whether an op is a cast to a narrower dtype, but of an input of the step that it alone reads, for one reader."""
-    if op.primitive != CAST or op.inputs[0] is None or itemsize(op.ins[0].dtype) <= itemsize(op.outs[0].dtype):
-        return False
-    source = graph.original(op.inputs[0])
-    once = all(len({*graph.readers(v)}) == 1 for v in (source, op.outputs[0]))
-    return not (once and graph.ops[graph.maker(source)].traits.step_input)
-
-
-def _is_input(graph: Graph, v: int) -> bool:
-    """Whether a value is an input of the step or of a loop's body, made of literals alone, or either broadcast."""
-    op = graph.ops[graph.maker(v)]
-    if op.traits.broadcast or (op.inputs and all(u is None for u in op.inputs)):
-        return all(u is None or _is_input(graph, u) for u in op.inputs)
-    return op.traits.persistent or op.traits.loop_carry or op.traits.loop_const
-
-
-def written_by_products(graph: Graph, rules: Sequence[Rule]) -> dict[int, tuple[int, bool]]:
-    """Result of a product -> what its kernel writes instead, and whether always, or only if that is in memory at all.
-
-    A transpose of it; or a chain of elementwise work on it alone, of which each reads the one before, if that ends in a narrower dtype,
-    or in no wider one behind an addition to a loop's carry or the like.
-    A reshard between the two prevents either; prices add what the second then moves (`costs/tables.py`).
-    """
-    found = ((transposed_product(graph, op), op.outputs[0]) for op in graph.ops if op.outputs)
-    out = {v: (w, False) for v, w in found if v is not None}
-    for op, rule in zip(graph.ops, rules, strict=True):
-        if op.traits.matmul and rule.fusion == "none":
-            v = w = end = op.outputs[0]
-            carried = 0
-            while len(graph.values[end].consumers) == 1 and _follows(graph, rules, at := graph.values[end].consumers[0][0]):
-                if graph.values[graph.ops[at].outputs[0]].itemsize > graph.values[end].itemsize:
-                    break
-                end, carried = graph.ops[at].outputs[0], carried + len(_carries(graph, graph.ops[at]))
-                w = w if graph.ops[at].traits.copy else end
-            if graph.values[w].itemsize < graph.values[v].itemsize + (carried > 0):
-                out[v] = w, True
-    return out
-
-
-def _follows(graph: Graph, rules: Sequence[Rule], at: int) -> bool:
-    """Whether an op is elementwise work on one array, scalars and carries of a loop, or a copy."""
-    op = graph.ops[at]
-    if op.traits.copy:
-        return op.is_follower
-    made = [graph.ops[graph.values[v].producer[0]] for v in op.inputs if v is not None and graph.values[v].shape]
-    arrays = [maker for maker in made if not maker.scalar_broadcast]
-    return rules[at].fusion == "loop" and not op.traits.border and len(arrays) - len(_carries(graph, op)) == len(op.outputs) == 1
-
-
-def _carries(graph: Graph, op: Op) -> list[int]:
-    """The operands of an op that are a loop's carry as it is, an input of the computation: products' kernels read no others."""
-    return [v for v in op.inputs if v is not None and graph.values[v].shape and graph.ops[graph.maker(v)].traits.loop_carry]
 
 
 def _shared_zeros(graph: Graph, scatters: Collection[int]) -> list[int]:
@@ -390,11 +312,7 @@ def _partial_moves(graph: Graph, rules: Sequence[Rule], kernels: Kernels) -> Ite
 
     What products write instead of their results costs nothing then, nor does what they compute on the way. The optimizer reads shards.
     """
-    by_product = set[int]()
-    for v, (w, _) in written_by_products(graph, rules).items():
-        while v != w:
-            (v,) = graph.ops[graph.values[v].consumers[0][0]].outputs
-            by_product.add(v)
+    by_product = {u for v, (w, _) in written_by_products(graph, rules).items() for u in computed_on_the_way(graph, v, w)}
     for at, op in enumerate(graph.ops):
         unwritten = rules[at].fusion == "loop" and not any(kernels.written[v] or v in by_product for v in op.outputs)
         yield 1 + sum(not updates for _, _, updates, *_ in kernels.inside[at]) if unwritten else 0

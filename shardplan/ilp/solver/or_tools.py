@@ -1,8 +1,8 @@
-"""OR-Tools, also beside TensorFlow.
+"""OR-Tools, also where TensorFlow is loaded.
 
 Both bring Abseil and Protocol Buffers of their own. Loaded behind TensorFlow, OR-Tools would be bound to those of TensorFlow, and
-CP-SAT would end the process (https://github.com/google/or-tools/issues/3230). So it is told to look for names in its own libraries
-first.
+CP-SAT would end the process (https://github.com/google/or-tools/issues/3230). So it is loaded with a flag by which it looks for names
+in its own libraries first.
 """
 
 from __future__ import annotations
