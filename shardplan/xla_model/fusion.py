@@ -73,7 +73,7 @@ def materialised(
             if rows.behind[at] and not all(reduces_rows(op, rows.orders) for op in reduced):
                 ends.add(_narrowest(graph, rules, rows, v))
             out[v] |= v in ends
-            out[v] |= rarely_partial(op, fusion) and _needs_memory(graph, out, rows, v)
+            out[v] |= _looks_up_or_sums(op, fusion) and _needs_memory(graph, out, rows, v)
     for v, (w, always) in written_by_products(graph, rules).items():
         if always or out[w]:
             for u in (v, *computed_on_the_way(graph, v, w)):
@@ -109,8 +109,8 @@ def _narrowest(graph: Graph, rules: Sequence[Rule], rows: RowKernels, v: int) ->
             best = v
 
 
-def rarely_partial(op: Op, fusion: Fusion) -> bool:
-    """Whether prices count for each strategy if a kernel writes partial sums of the result: of lookups, and sums of few elements."""
+def _looks_up_or_sums(op: Op, fusion: Fusion) -> bool:
+    """Whether an op is a lookup or a sum of few elements that is elementwise work to a kernel."""
     return fusion == "loop" and (op.traits.gather or op.traits.reduction)
 
 
