@@ -221,6 +221,12 @@ def test_what_is_computed_twice_is_one_op(fn, products):
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
 
 
+def test_numbers_differ_however_few_digits_numpy_prints():
+    with np.printoptions(precision=2):
+        graph = parse(jax.jit(lambda x: jnp.sin(x * 1.234) + jnp.sin(x * 1.2341)).trace(X).jaxpr)
+    assert [op.primitive for op in graph.ops].count("sin") == 2
+
+
 def test_what_is_random_or_calls_back_is_computed_as_often_as_it_is_written():
     def fn(x):
         seen = [jax.pure_callback(np.sin, jax.ShapeDtypeStruct(x.shape, x.dtype), x) for _ in range(2)]

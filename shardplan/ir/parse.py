@@ -202,7 +202,7 @@ def _computation(eqn, inputs: Sequence[int | None]) -> Hashable:
         return None
     if "call" in name or name.startswith("rng_"):
         return None
-    literals = tuple(repr(x.val) for x in eqn.invars if isinstance(x, _jax.Literal))
+    literals = tuple(np.asarray(x.val).tobytes() for x in eqn.invars if isinstance(x, _jax.Literal))  # of the dtypes in `types`
     types = tuple(x.aval for x in (*eqn.invars, *eqn.outvars))
     params = tuple(sorted(eqn.params.items()))
     try:
