@@ -365,7 +365,7 @@ class CostNetwork:
             for k, v in enumerate(op.inputs):
                 if v is not None and parts.operands.any():
                     instead = self.space.rules[maker := graph.maker(v)].fusion == "loop" and not graph.ops[maker].traits.border
-                    instead = instead and {*graph.readers(graph.original(v))} == {i}
+                    instead = instead and {*graph.readers(graph.original(v))} == {i} and self._is_held(v)
                     yield Allocation(i, k, v, i, i + 1, "", np.maximum(0.0, parts.operands - instead))
         for i, last, times in self.space.halo_copies:
             if (v := graph.ops[i].inputs[0]) is not None:
@@ -373,6 +373,12 @@ class CostNetwork:
         for copy in self.space.facts.copies:
             if (v := graph.ops[copy.op].inputs[copy.operand]) is not None:
                 yield Allocation(copy.op, copy.operand, v, copy.op, copy.last + 1, "", copy.times)
+
+    def _is_held(self, v: int) -> bool:
+        """Whether a value that an op reads has a buffer, that of its copy included, where nothing is resharded."""
+        graph, materialised = self.space.graph, self.space.materialised
+        at = graph.values[v].producer[0]
+        return materialised[graph.original(v)] or (graph.ops[at].traits.copy and takes_over_buffer(graph, materialised, at))
 
     def allocations(self, states: Sequence[int], ops: Collection[int] | None = None) -> list[tuple[int, int, int, float]]:
         """(op, lo, hi, bytes) of all that a device has in memory at times lo <= t < hi, implicit copies included; or of some `ops`."""
