@@ -26,7 +26,7 @@ alone = {HEAVY} & set(sys.modules) - {{'jax', 'jaxlib'}}
 step = shardplan.auto(jax.sharding.AbstractMesh((8,), ('x',)))(lambda x: x * 2)
 assert not {{'ortools', 'numba'}} & set(sys.modules)
 step.plan(jax.ShapeDtypeStruct((8,), 'float32'))
-assert not {{'ortools.sat.python.cp_model', 'pandas'}} & set(sys.modules)
+assert not {{'ortools', 'pandas'}} & set(sys.modules)
 import numpy as np
 from shardplan.ilp.solver.search.cpsat import Problem, solve_core
 assert solve_core(Problem((np.array([1.0, 2.0]),)), work=1.0).status == 'optimal'

@@ -272,7 +272,7 @@ def test_strategies_of_ten_thousand_equations_are_those_of_a_hundred(sizes):
     """Ops of one signature share theirs, and so do those whose sizes divide alike, on a mesh of three axes."""
 
     def step(ws, x):
-        for n in range(1000):
+        for n in range(1200):
             h = lax.exp(lax.neg(lax.dot(x, ws[n % sizes])))
             x = lax.dot(lax.div(h, lax.broadcast_in_dim(lax.reduce_sum(h, (1,)), h.shape, (0,))), lax.transpose(ws[n % sizes], (1, 0)))
             x = lax.add(lax.tanh(x), x)
@@ -280,7 +280,7 @@ def test_strategies_of_ten_thousand_equations_are_those_of_a_hundred(sizes):
 
     ws = [jax.ShapeDtypeStruct((64, 64 * (n + 1)), jnp.float32) for n in range(sizes)]
     graph = parse(jax.make_jaxpr(step)(ws, jax.ShapeDtypeStruct((64, 64), jnp.float32)))
-    assert len(graph.ops) > 9_000  # some of the ten thousand compute the same
+    assert len(graph.ops) > 10_000
     space = make_strategy_space(StepFacts.of(graph, mesh := MeshShape(("a", "b", "c"), (2, 4, 8))), mesh, Cluster.preset("h100"))
     assert len({id(c) for c in space.strategies}) < 100 and max(map(len, space.strategies)) > 20
 

@@ -166,6 +166,7 @@ class _Scope:
         return self.made[where]
 
     def op(self, eqn, operands, where: Path) -> list:
+        """Results of an equation without a body, constrained as decided at this path."""
         if where not in self.decisions:
             return forms.run(eqn, operands, [None] * len(operands), [None] * len(eqn.outvars), self.mesh)
         decision = self.decisions[where]

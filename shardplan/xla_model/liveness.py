@@ -51,14 +51,15 @@ def bytes_until_read(graph: Graph, materialised: Sequence[bool], at: int) -> flo
     v = graph.ops[at].inputs[0]
     if v is None or materialised[v] or graph.ops[graph.values[v].producer[0]].traits.border:
         return 1.0
-    queue, inside, sources = [v], {at}, list[int]()
+    queue, known, inside, sources = [v], {v}, {at}, list[int]()
     for w in queue:
         maker = graph.values[w].producer[0]
         if materialised[w] or graph.ops[maker].traits.border:
             sources.append(w)
         else:
             inside.add(maker)
-            queue += (u for u in graph.ops[maker].inputs if u is not None and u not in queue)
+            queue += (new := [u for u in dict.fromkeys(graph.ops[maker].inputs) if u is not None and u not in known])
+            known.update(new)
     kept = 0.0
     for w in sources:
         traits = graph.ops[graph.values[w].producer[0]].traits
