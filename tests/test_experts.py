@@ -225,15 +225,15 @@ def test_gathers_again_rather_than_retaining_as_memory_tightens():
     """FSDP retains gathered weights while there is room; as the budget falls, more are gathered again, hidden by compute."""
     step, state, batch = adam(deep_loss), deep_state(), S((12288, 2048), F32)
     free = plan_of(step, state, batch, memory=float("inf"))
-    budgets = [n << 20 for n in (900, 700, 660)]
+    budgets = [n << 20 for n in (900, 720, 660)]
     plans = [plan_of(step, state, batch, memory=budget) for budget in budgets]
     assert all(plan.memory().peak <= budget for plan, budget in zip(plans, budgets, strict=True))
     assert all(fraction_per_device(p, "state/m") < 1 / 4 and layouts(p)["batch"] == sharded(1, 0) for p in plans)
-    assert gathers(free) < gathers(plans[0]) < gathers(plans[1]) <= gathers(plans[2]) <= 16
+    assert gathers(free) <= gathers(plans[0]) < gathers(plans[1]) < gathers(plans[2]) <= 16
     seconds = [p.seconds["total"] for p in plans]
     assert seconds == sorted(seconds) and seconds[-1] < 1.06 * seconds[0]
     sent = [p.seconds["communication"] for p in plans]
-    assert sent[0] < sent[1] <= sent[2]
+    assert sent[0] < sent[1] < sent[2]
 
 
 @pytest.mark.slow
