@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import msgspec
@@ -26,6 +26,8 @@ ALIVE_S = 2.0
 """The first process shows that it is alive every so many seconds."""
 
 MAX_LISTED = 5
+
+S = TypeVar("S", bound=msgspec.Struct)
 
 Announcements = Mapping[int, "Announcement"]
 """By number of the process."""
@@ -189,7 +191,7 @@ class _Store:
         """Writes a value, once."""
         _bounded(lambda client: client.key_value_set_bytes(f"{self.prefix}/{name}", msgspec.json.encode(value)))
 
-    def read(self, name: str, of: type, timeout_s: float):
+    def read(self, name: str, of: type[S], timeout_s: float) -> S | None:
         """A value, or None if nobody has written it in so many seconds."""
         raw = _bounded(lambda client: client.blocking_key_value_get_bytes(f"{self.prefix}/{name}", int(1000 * timeout_s)))
         return None if raw is None else msgspec.json.decode(raw, type=of)
