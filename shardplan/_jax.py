@@ -139,10 +139,11 @@ def branches(eqn) -> list[ClosedJaxpr]:
     return [closed(b) for b in eqn.params["branches"]]
 
 
-def is_recompute(eqn) -> bool:
-    """Whether lowering puts an optimization barrier before this rematerialised body, so that XLA computes it again."""
-    remat = eqn.primitive.name in ("remat", "remat2", "checkpoint")
-    return remat and bool(eqn.params.get("prevent_cse")) and bool(eqn.params.get("differentiated"))
+def behind_barrier(eqn) -> tuple[bool, ...]:
+    """Per operand, whether it goes through an optimization barrier: before a rematerialised body, so that XLA computes it again."""
+    recomputes = eqn.primitive.name in ("remat", "remat2", "checkpoint") and eqn.params.get("differentiated")
+    which = eqn.params["prevent_cse"] if recomputes else eqn.primitive is jax.lax.optimization_barrier_p
+    return which if isinstance(which, tuple) else (which,) * len(eqn.invars)
 
 
 def source(eqn) -> tuple[str, int, str]:

@@ -105,7 +105,6 @@ add("copy", lambda x: jnp.array(x, copy=True), "f32[8,4]")
 add("integer_pow", lambda x: x**3, "f32[8,4]")
 add("mul", lambda x: x * 2, "f32[]")
 add("name", lambda x: checkpoint_name(x, "kept"), "f32[8,4]")
-add("optimization_barrier", lambda x, y: lax.optimization_barrier((x, y)), "f32[8,4]", "i32[8]")
 add("reduce_precision", lambda x: lax.reduce_precision(x, 5, 10), "f32[8,4]")
 for _name in ("nonbatchable", "nontraceable"):
     add(_name, getattr(equinox.internal, _name), "f32[8,4]")

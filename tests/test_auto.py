@@ -645,6 +645,18 @@ def test_zero_sized_arrays(mesh):
     same(shardplan.auto(mesh)(fun)(x, y), fun(x, y))
 
 
+def test_a_layer_that_is_recomputed_by_hand_behind_one_barrier(mesh):
+    def fun(x, w):
+        y = jnp.tanh(x @ w)
+        z = jnp.tanh(y @ w)
+        y, v = jax.lax.optimization_barrier((y, w))
+        return (z * jnp.tanh(y @ v)) @ v.T
+
+    x, w = (np.random.default_rng(0).normal(size=(n, 32)).astype(F32) for n in (16, 32))
+    for pins in {}, {"x": P("data"), "w": P(None, "model")}:
+        same(shardplan.auto(mesh, pins=pins)(fun)(x, w), jax.jit(fun)(x, w), 1e-4)
+
+
 def test_a_step_without_arguments_or_results(mesh):
     assert shardplan.auto(mesh)(lambda: jnp.arange(8))().tolist() == list(range(8))
     assert shardplan.auto(mesh)(lambda x: None)(np.ones(8, F32)) is None

@@ -5,6 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
 
 from shardplan.emit.emit import emit
 from shardplan.ir.graph import Graph
@@ -173,13 +175,18 @@ def test_what_changes_no_number_of_an_array_is_no_op():
         (lambda x: jnp.zeros_like(x) - x, ["sub"]),
         (lambda x: 1 / x, ["div"]),
         (lambda x: x * jnp.zeros_like(x), ["mul"]),  # of infinity no zero
+        (lambda x: x - 0.1 * jax.grad(lambda x: 1.0)(x), ["mul"]),  # which nobody reads
+        (lambda x: x - np.inf * jax.grad(lambda x: 1.0)(x), ["mul", "sub"]),
+        (lambda x: x.astype(jnp.bfloat16).astype(jnp.float32).astype(jnp.bfloat16) * 2, ["convert_element_type"] * 2 + ["mul"]),
+        (lambda x: x.astype(jnp.float16).astype(jnp.bfloat16).astype(jnp.float16), ["convert_element_type"] * 3),
+        (lambda x: x.astype(jnp.int8).astype(jnp.float32).astype(jnp.int8), ["convert_element_type"] * 3),
     ],
 )
 def test_a_number_that_changes_nothing_is_no_op(fn, left):
     jaxpr = jax.jit(fn).trace(X[0]).jaxpr
     ops = [op for op in parse(jaxpr).ops if not (op.traits.broadcast or op.traits.border)]
     assert [op.primitive for op in ops] == left
-    assert np.array_equal(emit(jaxpr, {}, None)(X[0])[0], fn(X[0]))
+    assert np.array_equal(emit(jaxpr, {}, None)(X[0])[0], fn(X[0]), equal_nan=True)
 
 
 def loss_and_metric(w, x):
@@ -219,6 +226,57 @@ def test_what_is_computed_twice_is_one_op(fn, products):
     assert sum(op.primitive == "dot_general" for op in graph.ops) == products
     for a, b in zip(emit(jaxpr, {}, mesh, graph.repeats)(w, x), jax.tree.leaves(fn(w, x)), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
+
+
+def primitive(run, **options):
+    """A primitive of a library's own; all have one name."""
+    new = Primitive("activation")
+    new.def_impl(run)
+    new.def_abstract_eval(lambda x, **_: x)
+    mlir.register_lowering(new, mlir.lower_fun(run, multiple_results=False), **options)
+    return new
+
+
+def test_primitives_of_one_name_and_parameters_that_python_finds_equal_are_different():
+    sine, cosine = primitive(jnp.sin), primitive(jnp.cos)
+    power = primitive(lambda x, by: jnp.copysign(x, by) if isinstance(by, float) else x + by, cacheable=False)
+    of = X[:, 0] + 1
+
+    def fn(x):
+        return sine.bind(x) - cosine.bind(x), power.bind(x, by=0.0), power.bind(x, by=-0.0), power.bind(x, by=1), power.bind(x, by=1.0)
+
+    jaxpr = jax.jit(fn).trace(of).jaxpr
+    graph = parse(jaxpr)
+    assert not graph.repeats
+    for a, b in zip(emit(jaxpr, {}, None, graph.repeats)(of), jax.jit(fn)(of), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_each_array_behind_a_barrier_depends_on_the_one_before_it_alone():
+    def fn(x, w):
+        y, v = jax.lax.optimization_barrier((jnp.tanh(x), w))
+        return jnp.sin(y), v * 2
+
+    graph = parse(jax.jit(fn).trace(X, X).jaxpr)
+
+    def before_barrier(name):
+        [at] = [at for at, op in enumerate(graph.ops) if op.primitive == name]
+        barrier = graph.ops[graph.values[graph.ops[at].inputs[0]].producer[0]]
+        assert barrier.traits.recompute_barrier
+        return [graph.ops[graph.values[v].producer[0]].primitive for v in barrier.inputs]
+
+    assert before_barrier("sin") == ["tanh"] and before_barrier("mul") == ["arg"]
+
+
+@pytest.mark.parametrize(("prevent", "barriers"), [(True, 3), (False, 0), ((True, False), 2), ((False, False), 1)])
+def test_only_operands_that_are_asked_for_stand_behind_the_barrier_of_a_recomputed_layer(prevent, barriers):
+    """JAX puts the gradient of the result there, too, unless nothing is to be computed again."""
+
+    def loss(w, x):
+        return jax.checkpoint(lambda w, x: jnp.sin(jnp.sin(x) @ w), prevent_cse=prevent)(w, x).sum()
+
+    graph = parse(jax.jit(jax.grad(loss)).trace(X[:4, :4], X[:, :4]).jaxpr)
+    assert sum(op.traits.recompute_barrier and op.outs[0].shape != () for op in graph.ops) == barriers
 
 
 def test_numbers_differ_however_few_digits_numpy_prints():

@@ -34,8 +34,8 @@ from jax._src.interpreters import mlir
 print(*{p.name for p in [*mlir._lowerings, *(p for of in mlir._platform_specific_lowerings.values() for p in of)]})
 """
 
-HOLDERS = {*INLINED, "scan", "while", "cond"}
-"""Primitives that hold a program of their own, planned through."""
+HOLDERS = {*INLINED, "scan", "while", "cond", "optimization_barrier"}
+"""Primitives that become border ops, or hold a program of their own, planned through."""
 
 
 def without_rule(fn, *args) -> set[str]:

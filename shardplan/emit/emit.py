@@ -6,7 +6,7 @@ Same skeleton and same paths as `ir/parse.py`. Every constraint has the name sco
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -136,21 +136,27 @@ class _Scope:
         """Values read and written at one border of a body: where no reshard is needed, too, they are constrained."""
         return self.results(path, name, self.reads(path, name, xs))
 
-    def recomputed(self, path: Path, xs) -> list:
-        """The operands of a recomputed layer behind its barrier; what is gathered again there stands before it as it was made."""
+    def recomputed(self, path: Path, xs, which: Sequence[bool]) -> list:
+        """The operands of an op, `which` behind its barrier; what is gathered again there stands before it as it was made."""
         decided = [self.decisions.get((*path, k), NOTHING) for k in range(len(xs))]
-        behind = [any(decision.copies) and any(decision.reads) for decision in decided]
+        regathered = [any(decision.copies) and any(decision.reads) for decision in decided]
         before = [
             self.constrain(x, decision.reads[0][0]) if again else self.read((*path, k), 0, x)
-            for k, (x, decision, again) in enumerate(zip(xs, decided, behind, strict=True))
+            for k, (x, decision, again) in enumerate(zip(xs, decided, regathered, strict=True))
         ]
-        after = jax.lax.optimization_barrier(before)
-        return [self.read((*path, k), 0, x) if again else x for k, (x, again) in enumerate(zip(after, behind, strict=True))]
+        held = iter(jax.lax.optimization_barrier([x for x, behind in zip(before, which, strict=True) if behind]))
+        after = [next(held) if behind else x for x, behind in zip(before, which, strict=True)]
+        return [self.read((*path, k), 0, x) if again else x for k, (x, again) in enumerate(zip(after, regathered, strict=True))]
 
     def evaluate(self, jaxpr, consts, args, path: Path) -> list:
         return _jax.interpret(jaxpr, [*consts, *args], lambda n, eqn, operands: self.equation(eqn, operands, (*path, n)))
 
     def equation(self, eqn, operands, where: Path) -> list:
+        if any(which := _jax.behind_barrier(eqn)):
+            with _jax.at_source(eqn):
+                operands = self.results(where, "barrier", self.recomputed((*where, "barrier"), operands, which))
+        if eqn.primitive is jax.lax.optimization_barrier_p:
+            return operands
         inner = _jax.inner_jaxpr(eqn)
         region = _jax.region(eqn) if inner is None else "call"
         if region and not (region == "while" and _jax.while_parts(eqn)[0].out_avals[0].shape):  # a batched condition stays as it is
@@ -180,8 +186,6 @@ class _Scope:
             return [self.result(where, r, x) for r, x in enumerate(results)]
 
     def call(self, inner, eqn, operands, path: Path) -> list:
-        if _jax.is_recompute(eqn):
-            operands = self.results(path, "barrier", self.recomputed((*path, "barrier"), operands))
         if _jax.is_custom_vmap(eqn):
             run = _jax.batched_as(eqn, lambda *xs: self.inside().evaluate(inner.jaxpr, inner.consts, xs, path))
             return list(run(*operands))

@@ -28,6 +28,8 @@ from shardplan.ir.traits import Traits, traits_of
 
 Phase = Literal["forward", "backward", "update"]
 
+CAST = "convert_element_type"
+
 Path = tuple[int | str, ...]
 
 

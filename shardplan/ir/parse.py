@@ -8,15 +8,17 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from shardplan import _jax
 from shardplan.ir.canonical import Identity, identity
-from shardplan.ir.graph import Graph, Loop, Op, Path, Phase, Source, Value
+from shardplan.ir.graph import CAST, Graph, Loop, Op, Path, Phase, Source, Value
 
 NEUTRAL = {"add": 0, "add_any": 0, "sub": 0, "mul": 1, "div": 1}
 """Number that leaves the other operand as it is; the first one, of a difference or quotient (fact: fusion-neutral-operand)."""
-KEEP_NUMBER = "broadcast_in_dim", "convert_element_type", "copy", "reshape"
+KEEP_NUMBER = "broadcast_in_dim", CAST, "copy", "reshape"
 """What has one number for all elements if its operand has."""
 
 MAX_TRIPS = 1e9
@@ -146,12 +148,14 @@ def _read(g: _Recorder, jaxpr, values: Sequence[int | None], path: Path) -> list
 
 
 def _equation(g: _Recorder, eqn, inputs, where: Path) -> Sequence[int | None]:
+    if any(which := _jax.behind_barrier(eqn)):
+        inputs = [
+            v if v is None or not behind else g.record("barrier", [v], [a.aval], [a.aval], (*where, "barrier", k))[0]
+            for k, (v, a, behind) in enumerate(zip(inputs, eqn.invars, which, strict=True))
+        ]
+    if eqn.primitive is jax.lax.optimization_barrier_p:
+        return inputs
     if (inner := _jax.inner_jaxpr(eqn)) is not None:
-        if _jax.is_recompute(eqn):
-            inputs = [
-                v if v is None else g.record("barrier", [v], [a.aval], [a.aval], (*where, "barrier", k))[0]
-                for k, (v, a) in enumerate(zip(inputs, eqn.invars, strict=True))
-            ]
         return _call(g, inner, inputs, where)
     region = _jax.region(eqn)
     if region == "scan":
@@ -166,8 +170,8 @@ def _equation(g: _Recorder, eqn, inputs, where: Path) -> Sequence[int | None]:
         return _loop(g, eqn, inputs, where, _trip_count(eqn), n_cond + n_body, len(eqn.outvars), body, cond, n_cond)
     if region == "cond":
         return _cond(g, eqn, inputs, where)
-    numbers = [x.val if isinstance(x, _jax.Literal) else g.numbers.get(v) for v, x in zip(inputs, eqn.invars, strict=True)]
-    if (same := _unchanged(eqn, inputs, numbers)) is not None:
+    numbers = [_number(g, v, x) for v, x in zip(inputs, eqn.invars, strict=True)]
+    if (same := _unchanged(g, eqn, inputs, numbers)) is not None:
         return [same]
     if (key := _computation(eqn, inputs)) is not None:
         results, first = g.computed.setdefault(key, ([], where))
@@ -179,6 +183,13 @@ def _equation(g: _Recorder, eqn, inputs, where: Path) -> Sequence[int | None]:
     return _op(g, eqn, inputs, numbers, where)
 
 
+def _number(g: _Recorder, v: int | None, operand) -> Any:
+    """The one number that the program writes out for all elements of an operand, or None."""
+    if isinstance(operand, _jax.Literal):
+        return operand.val
+    return None if v is None else g.numbers.get(v)
+
+
 def _op(g: _Recorder, eqn, inputs: Sequence[int | None], numbers: Sequence[Any], where: Path) -> list[int]:
     ins, outs = ([x.aval for x in of] for of in (eqn.invars, eqn.outvars))
     nothing = bool(outs) and all(map(_is_empty, outs))  # XLA reads no operand for results without elements, nor operands without any
@@ -187,6 +198,8 @@ def _op(g: _Recorder, eqn, inputs: Sequence[int | None], numbers: Sequence[Any],
     results = g.record(eqn.primitive.name, inputs, ins, outs, where, eqn.params, **more)
     if eqn.primitive.name in KEEP_NUMBER and (number := numbers[0]) is not None and np.size(number) == 1:
         g.numbers[results[0]] = number
+    if eqn.primitive.name == "mul" and _is_zero(numbers):
+        g.numbers[results[0]] = 0
     return results
 
 
@@ -198,18 +211,27 @@ def _computation(eqn, inputs: Sequence[int | None]) -> Hashable:
     """
     name = eqn.primitive.name
     unknown = any(v is None and not isinstance(x, _jax.Literal) for v, x in zip(inputs, eqn.invars, strict=True))
-    if unknown or eqn.effects or all(v is None for v in inputs) or name == "optimization_barrier":
-        return None
-    if "call" in name or name.startswith("rng_"):
+    if unknown or eqn.effects or all(v is None for v in inputs) or "call" in name or name.startswith("rng_"):
         return None
     literals = tuple(np.asarray(x.val).tobytes() for x in eqn.invars if isinstance(x, _jax.Literal))  # of the dtypes in `types`
     types = tuple(x.aval for x in (*eqn.invars, *eqn.outvars))
-    params = tuple(sorted(eqn.params.items()))
+    params = tuple((name, _exactly(value)) for name, value in sorted(eqn.params.items()))
     try:
-        hash(key := (name, *inputs, literals, types, params, eqn.ctx))
+        hash(key := (eqn.primitive, *inputs, literals, types, params, eqn.ctx))
     except TypeError:
         return None
     return key
+
+
+def _exactly(param: Any) -> Hashable:
+    """What is equal for equal parameters of equations: to Python, 0.0 is -0.0, and 1 is True."""
+    return tuple(map(_exactly, param)) if type(param) is tuple else (type(param), repr(param) if type(param) is float else param)
+
+
+def _is_zero(factors: Sequence[Any]) -> bool:
+    """Whether a product of numbers is zero: a learning rate times the gradient of what the loss does not depend on."""
+    known = [x for x in factors if x is not None]
+    return len(known) == len(factors) and any(np.all(np.equal(x, 0)) for x in known) and all(np.all(np.isfinite(x)) for x in known)
 
 
 def _is_nonzero(operand) -> bool:
@@ -222,11 +244,12 @@ def _is_empty(aval) -> bool:
     return 0 in getattr(aval, "shape", ())
 
 
-def _unchanged(eqn, inputs: list[int | None], numbers: Sequence[Any]) -> int | None:
+def _unchanged(g: _Recorder, eqn, inputs: list[int | None], numbers: Sequence[Any]) -> int | None:
     """The operand that an equation returns unchanged, so that XLA drops it: x + 0, x * 1 and the like, or another type.
 
     Python's `sum` starts with 0 + x, and optax adds zeros to frozen parameters. The other type is only weak or not, or has another mesh
-    of Auto axes, as where JAX calls a function that it traced without a mesh. Or it is all that a concatenation has of elements.
+    of Auto axes, as where JAX calls a function that it traced without a mesh. Or it is all that a concatenation has of elements. A cast
+    back to a dtype whose numbers the wider one holds as they are gives what was cast (fact: cse-casts-back).
     """
     if not eqn.outvars:
         return None
@@ -240,11 +263,22 @@ def _unchanged(eqn, inputs: list[int | None], numbers: Sequence[Any]) -> int | N
     if eqn.primitive.name == "concatenate" and not _is_empty(result):
         some = [v for v, x in zip(inputs, eqn.invars, strict=True) if not _is_empty(x.aval)]
         return some[0] if len(some) == 1 else None
-    if eqn.primitive.name == "convert_element_type" and eqn.invars[0].aval.dtype == result.dtype:
+    if eqn.primitive.name == CAST and eqn.invars[0].aval.dtype == result.dtype:
         return inputs[0]
+    if eqn.primitive.name == CAST and (v := inputs[0]) is not None and (maker := g.ops[g.values[v].producer[0]]).primitive == CAST:
+        back = maker.inputs[0] is not None and maker.ins[0].dtype == result.dtype and _holds(maker.outs[0].dtype, result.dtype)
+        return maker.inputs[0] if back else None
     if eqn.primitive.name == "reshard" and _jax.is_auto(result.sharding.mesh):
         return inputs[0]
     return None
+
+
+def _holds(wide, narrow) -> bool:
+    """Whether a dtype has all numbers of another, both floating."""
+    if not (jnp.issubdtype(wide, jnp.floating) and jnp.issubdtype(narrow, jnp.floating)):
+        return False
+    of, has = jnp.finfo(narrow), jnp.finfo(wide)
+    return has.nmant >= of.nmant and has.maxexp >= of.maxexp and has.minexp - has.nmant <= of.minexp - of.nmant
 
 
 def _phase(g: _Recorder, eqn, path: Path) -> Phase:

@@ -65,7 +65,7 @@ def _(draw, name):
     return fn, *(array(draw, shape, values="inner") + (name == "zeta") for _ in range(3 if fn is lax.betainc else 2))
 
 
-@made("types", "convert_element_type reduce_precision integer_pow clamp select_n copy name optimization_barrier stop_gradient")
+@made("types", "convert_element_type reduce_precision integer_pow clamp select_n copy name stop_gradient")
 def _(draw, name):
     shape, dtype = shape_of(draw), one_of(draw, *ALL)
     if name == "convert_element_type":
@@ -85,8 +85,6 @@ def _(draw, name):
         x, n = array(draw, shape, one_of(draw, *FLOATS)), one_of(draw, 3, 2, 5)
         return (lambda x: lax.reduce_precision(x, 5, n)) if name == "reduce_precision" else (lambda x: lax.integer_pow(x, n)), x
     x = array(draw, shape, dtype)
-    if name == "optimization_barrier":
-        return (lambda *xs: lax.optimization_barrier(xs)), x, array(draw, shape_of(draw), "int32")
     if name == "stop_gradient":
         return lax.stop_gradient, x
     return (lambda x: jnp.array(x, copy=True)) if name == "copy" else (lambda x: checkpoint_name(x, "kept")), x

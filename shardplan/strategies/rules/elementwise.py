@@ -96,7 +96,7 @@ def tie(x, y, *, out, **_):
     return Rule((a, b), (b,), replicated=frozenset(flat_factors(a)), fusion="view", flops=0)
 
 
-@rule("optimization_barrier", "device_put", "dce_sink")
-def optimization_barrier(*ins, out, **_):
+@rule("device_put", "dce_sink")
+def placed(*ins, out, **_):
     dims = tuple(factors(x, f"x{i}_") for i, x in enumerate(ins))
     return Rule(dims, dims[: len(out)], fusion="view", flops=0)
