@@ -35,6 +35,7 @@ from shardplan.mesh.reshard import ReshardStep
 from shardplan.xla_model.combining import COMBINABLE
 from shardplan.xla_model.liveness import bytes_until_read, takes_over_buffer
 from shardplan.xla_model.ragged import masked_copies
+from shardplan.xla_model.wide_elementwise import WIDER
 
 
 @dataclass(frozen=True)
@@ -348,6 +349,8 @@ class CostNetwork:
             explicit = taken or not graph.ops[i].traits.alias or i in blocks.aliasing
             r += len(graph.ops[i].inputs)
             times = bytes_until_read(graph, self.space.materialised, i) if taken else 1.0
+            if graph.original(v) in self.space.facts.wide:
+                times = max(times, WIDER)
             yield Allocation(i, r, v, *interval, ("own" if blocks.count(i) > 1 else "") if explicit else "implicit", times)
             if i in graph.retainable_from:
                 at, _ = graph.retainable_from[i]

@@ -27,7 +27,7 @@ from shardplan.strategies.signature import Signatures
 from shardplan.xla_model.accumulation import accumulated_operands, accumulated_sums, mark_accumulation
 from shardplan.xla_model.cast_first import Factors, cast_first_operands, widened_fraction
 from shardplan.xla_model.combining import CollectiveSite, byte_factors, collective_sites, summed_values
-from shardplan.xla_model.convolutions import HeldCopy, call_orders, with_convolutions
+from shardplan.xla_model.convolutions import HeldCopy, call_orders, is_hopper, with_convolutions
 from shardplan.xla_model.copies import with_copies
 from shardplan.xla_model.expensive import recomputed_from
 from shardplan.xla_model.fusion import FusedKernels, fused_kernels, kernel_traffic, materialised
@@ -37,6 +37,7 @@ from shardplan.xla_model.physical_order import physical_orders
 from shardplan.xla_model.row_kernels import row_kernels, with_small_reductions
 from shardplan.xla_model.summed_scatters import SummedScatter, summed_scatters, with_summed_scatters
 from shardplan.xla_model.traffic import KernelTraffic
+from shardplan.xla_model.wide_elementwise import kept_wide
 
 SMALL_SUM_BYTES = 1 << 16
 """Blocking sums smaller than this are combined with those at their depth."""
@@ -64,6 +65,7 @@ class StepFacts:
         kernels: which kernels run which ops.
         copies: of operands of convolutions.
         summed_scatters: scatters that write into what their results are added to.
+        wide: value that is written in more bits than its dtype has -> bytes written over its own.
     """
 
     graph: Graph
@@ -76,6 +78,7 @@ class StepFacts:
     kernels: FusedKernels
     copies: tuple[HeldCopy, ...]
     summed_scatters: Mapping[int, SummedScatter]
+    wide: Mapping[int, float]
 
     @classmethod
     def of(cls, graph: Graph, mesh: MeshShape, device: Device | None = None) -> StepFacts:
@@ -94,8 +97,11 @@ class StepFacts:
         written = materialised(graph, seen, sums, rows, recomputed_bytes)
         kernels = kernels_of(graph, seen, written, sums, rows, recomputed_bytes)
         fused = fused_kernels(graph, seen, kernels_of(graph, seen, written, sums, rows, delayed=False))
-        around = with_convolutions(graph, seen, kernel_traffic(graph, seen, kernels), device)
-        return cls(graph, table, rules, sums, tuple(x.number for x in found), written, around.traffic, fused, around.copies, summed)
+        wide = kept_wide(graph, seen, kernels) if not is_hopper(device) else {}
+        around = with_convolutions(graph, seen, kernel_traffic(graph, seen, kernels, wide), device)
+        return cls(
+            graph, table, rules, sums, tuple(x.number for x in found), written, around.traffic, fused, around.copies, summed, wide
+        )
 
     @cached_property
     def layers(self) -> tuple[int, ...]:

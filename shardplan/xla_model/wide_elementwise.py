@@ -1,0 +1,51 @@
+"""Which bfloat16 results XLA for GPU keeps in 32 bits, on GPUs that compute no elementwise work in bfloat16: those before Hopper.
+
+    tanh bf16   =  cast to f32, tanh, cast to bf16
+    tanh, times =  .., tanh, cast to bf16, cast to f32, times, ..       the two casts fall away, also where tanh is written between
+
+What other kernels read for elementwise work and sums is written in float32; what is read for a product, a collective, a stack or a
+result, or moved as it is, in bfloat16, besides.
+
+Fact: elementwise-in-32-bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+
+from shardplan.ir.graph import Graph, Op
+from shardplan.strategies.rule import Rule
+from shardplan.xla_model.fusible import absorbs
+from shardplan.xla_model.kernel_groups import Kernels
+from shardplan.xla_model.overlapping_parts import moves_elements
+
+WIDER = 2.0
+"""Bytes of float32 over those of bfloat16."""
+
+
+def kept_wide(graph: Graph, rules: Sequence[Rule], kernels: Kernels) -> dict[int, float]:
+    """Value in bfloat16 that is written in float32 -> bytes written over its own: `WIDER`, and 1 more if it is written as it is too."""
+    out: dict[int, float] = {}
+    for at, op in enumerate(graph.ops):
+        for v in op.outputs if at not in graph.dead and computes(op, rules[at]) else ():
+            if not kernels.written[v] or graph.values[v].dtype != jnp.bfloat16:
+                continue
+            wide = narrow = False
+            for reader in {*graph.readers(v)} - graph.dead:
+                if not absorbs(graph, rules, op, reader, prologue=False) or not computes(graph.ops[reader], rules[reader]):
+                    narrow = True
+                elif kernels.inside[reader] - {kernels.own[at]}:
+                    wide = True
+            if wide:
+                out[v] = WIDER + narrow
+    return out
+
+
+def computes(op: Op, rule: Rule) -> bool:
+    """Whether an op computes new numbers, elementwise or as a sum, and moves none."""
+    moves = (
+        moves_elements(op) or op.traits.selects or op.traits.broadcast or op.traits.gather or op.traits.concatenates or op.traits.border
+    )
+    return rule.fusion in ("loop", "reduce") and not moves and not op.traits.transpose
