@@ -340,6 +340,25 @@ def test_rule_8_xla_makes_gradients_first_where_activations_are_larger(scattered
 
 
 @needs_gpu_compiler
+@pytest.mark.parametrize("between", [lambda x: x, jnp.tanh])
+def test_rule_8_a_split_product_of_a_gradient_runs_behind_the_product_that_hands_it_on(between):
+    """So that one activation more is in memory: 16 rows of partial products, small beside the activations."""
+
+    def step(params, x):
+        def loss(params):
+            y = x
+            for w in params:
+                y = between(y @ w)
+            return (y**2).mean()
+
+        return jax.tree.map(lambda w, g: w - g, params, jax.grad(loss)(params))
+
+    planned = shardplan.auto(AbstractMesh((8,), ("data",)), cluster="h100", donate_argnums=0, pins={"params/**": P(), "x": P("data")})
+    report = planned(step).check([S((512, 512), F32)] * 3, S((1 << 18, 512), F32), target="h100:8")
+    assert report.memory_ratio == pytest.approx(1, abs=0.04)
+
+
+@needs_gpu_compiler
 def test_rule_8_without_collectives_each_gradient_runs_where_it_is_made():
     params, batch = [S((512, 512), F32)] * 8, S((1 << 16, 512), BF16)
     planned = shardplan.auto(AbstractMesh((1,), ("data",)), cluster="h100", donate_argnums=0)(relu_step)

@@ -4,9 +4,10 @@
        |-- g         |
 
 XLA's memory scheduler takes of two products that read the same array first the one that writes fewer bytes: g, where activations are
-larger than weights. Else dx comes first, and so do all after it, and the gradients last. The parts of a product that is split count.
+larger than weights. Else dx comes first, and so do all after it, and the gradients last. The parts of a product that is split count;
+such a product reads its operands by way of bitcasts, with which the latency-hiding scheduler moves it behind dx.
 
-Fact: schedule-smaller-first.
+Facts: schedule-smaller-first, schedule-split-products-next.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from shardplan.costs.split_products import product_parts, product_sizes
 from shardplan.mesh.collective import CollectiveKey
 
 
-def made_at_once(space: StrategySpace, reduced: Mapping[int, Sequence[tuple[CollectiveKey, float]]] | None) -> frozenset[int]:
-    """Products of gradients that run where their operands are made; in loops rule 5 holds.
+def made_at_once(space: StrategySpace, reduced: Mapping[int, Sequence[tuple[CollectiveKey, float]]] | None) -> dict[int, int]:
+    """Products of gradients that run where their operands are made -> the op at whose place; in loops rule 5 holds.
 
     `reduced`: by op that makes an array, its collectives, and the bytes of their results per device; None: sums over all devices.
     """
-    graph, mesh, found = space.graph, space.mesh, []
+    graph, mesh, found = space.graph, space.mesh, dict[int, int]()
     for j, op in enumerate(graph.ops):
         if op.loop >= 0 or not _of_weights(space, j):
             continue
@@ -36,10 +37,11 @@ def made_at_once(space: StrategySpace, reduced: Mapping[int, Sequence[tuple[Coll
             size *= devices if kind == "reduce-scatter" else 1
         else:
             continue
-        others = [graph.values[graph.ops[i].outputs[0]].bytes / devices for i in _handing_on(space, j)]
-        if others and size * _parts(space, j, size, devices) < max(others):
-            found.append(j)
-    return frozenset(found)
+        others = {i: graph.values[graph.ops[i].outputs[0]].bytes / devices for i in _handing_on(space, j)}
+        more = _parts(space, j, size, devices)
+        if others and size * (more or 1.0) < max(others.values()):
+            found[j] = max(j, *others) if more else j
+    return found
 
 
 def _of_weights(space: StrategySpace, j: int) -> bool:
@@ -61,10 +63,10 @@ def _handing_on(space: StrategySpace, j: int) -> Iterator[int]:
 
 
 def _parts(space: StrategySpace, j: int, size: float, devices: int) -> float:
-    """By how much more product j writes than its result, of `size` bytes per device, where XLA splits it: parts in float32."""
+    """By how much more product j writes than its result, of `size` bytes per device, where XLA splits it, parts in float32; else 0."""
     op = space.graph.ops[j]
     batch, _, columns, contracted = product_sizes(op, op.ins[0].shape, op.ins[1].shape)
     width = itemsize(op.outs[0].dtype)
     rows = max(1, round(size / max(1.0, batch * columns * width)))
     parts = product_parts(op, (batch, rows, columns, max(1, contracted // devices)), space.cluster.device)
-    return parts * 4 / width if parts > 1 else 1.0
+    return parts * 4 / width if parts > 1 else 0.0

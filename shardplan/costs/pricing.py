@@ -87,7 +87,7 @@ def live(space: StrategySpace, windows: OverlapWindows | None = None) -> list[In
     def in_place(at: int, v: int) -> bool:
         return space.rules[at].fusion in ("loop", "view") and kernels.overwrites(at, v)
 
-    return live_intervals(space.graph, space.materialised, in_place, windows, space.facts.summed_scatters.values())
+    return live_intervals(space.graph, space.materialised, in_place, windows, space.facts.summed_scatters.values(), kernels.products)
 
 
 def resharders(space: StrategySpace, resharder: Resharder, combined: CombinedGroups | None) -> tuple[Resharder, ...]:

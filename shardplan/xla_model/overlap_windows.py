@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, S
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from math import inf
+from types import MappingProxyType
 from typing import Any
 
 from shardplan.ir.graph import Graph
@@ -51,7 +52,7 @@ def overlap_windows(
     shards: int = 1,
     scattered: Collection[int] = (),
     blocking: Mapping[int, Transfer] | None = None,
-    at_once: Collection[int] = (),
+    at_once: Mapping[int, int] = MappingProxyType({}),
 ) -> OverlapWindows:
     """The overlap window of every reshard.
 
@@ -64,7 +65,7 @@ def overlap_windows(
         shards: number of shards of gradients that are scattered but not in `transfers`; 1 as if they arrived in full.
         scattered: those of `transfers` that are reduce-scattered.
         blocking: transfers of blocking collectives outside of loops.
-        at_once: products of gradients that run where their operands are made, unless rule 6 or 7 defers them.
+        at_once: products of gradients that run where their operands are made, unless rule 6 or 7 defers them -> the op at whose place.
     """
     transfers = transfers or {}
     blocks = blocking_collectives(graph, sites, {at: seconds(*transfer) for at, transfer in (blocking or {}).items()})
@@ -83,7 +84,7 @@ def overlap_windows(
     gradients_made = [[at for at, *_ in some] for some in known if merged(some.values()).stream[0] == "gradient"]
     postponed = early.schedule.runs_after
     waits = {at for made in gradients_made for at in made if not (graph.ops[at].traits.convolution or at in at_once)}
-    deferred = {at: max(made) for made in gradients_made for at in made if at in waits or at in postponed}
+    deferred = {**at_once} | {at: max(made) for made in gradients_made for at in made if at in waits or at in postponed}
     return OverlapWindows(
         {**_overlapped_s(graph, early, reduced, seconds), **early.schedule.hidden_s},
         _overlapped_s(graph, late, scatters, seconds),

@@ -9,7 +9,8 @@ Rule 4, program order: forward and backward ops run in the order of the program,
 Rule 5, gradients in a loop: products that only make gradients run last in a loop.
 Rule 6, gradients outside of loops: they are deferred to the end of the backward pass.
 Rule 7, blocking collectives: deferred work runs while one is in flight.
-Rule 8, products in memory: a backward product runs where its result is needed, a gradient's where its collective starts, or at once.
+Rule 8, products in memory: a backward product runs where its result is needed, a gradient's where its collective starts, at once, or
+behind the product that hands the gradient on.
 
 docs/xla_model.md states the rules in full, with pictures. Also known as list scheduling with asynchronous collectives.
 Facts: schedule-from-end, schedule-blocking-first, schedule-loop-gradients.
@@ -178,18 +179,19 @@ def _fills(
 def runs_at(graph: Graph, deferred_until: Mapping[int, int]) -> list[int]:
     """Per op, the number of the op at whose place it runs, by rule 8.
 
-    `deferred_until` maps an op that makes a gradient to the op when its collective starts, by default at once.
+    `deferred_until` maps an op that makes a gradient to the op at whose place it runs, by default its own.
     """
     out, needed = list(range(len(graph.ops))), [len(graph.ops)] * len(graph.values)
     for at, op in reversed(list(enumerate(graph.ops))):
         if op.phase != "backward" or op.traits.leaves_region:
             continue
         first = min((needed[v] for v in op.outputs), default=at)
+        place = at  # where what it reads is needed
         if op.traits.matmul and first < len(graph.ops):
             out[at] = first
         elif op.traits.deferrable and first == len(graph.ops):
-            out[at] = deferred_until.get(at, at)
+            out[at] = place = deferred_until.get(at, at)
         for v in op.inputs:
             if v is not None and op.loop == graph.ops[graph.values[v].producer[0]].loop:
-                needed[v] = min(needed[v], first if op.traits.runs_with_reader else out[at])
+                needed[v] = min(needed[v], first if op.traits.runs_with_reader else place)
     return out
