@@ -34,6 +34,20 @@ def test_a_products_kernel_adds_its_result_to_a_loops_carry(add, moved):
 
 
 @pytest.mark.parametrize(
+    ("behind", "moved"),
+    [
+        (lambda x, p: jnp.tanh(p + x), 16),  # operands, the step's input once more, result: one kernel
+        (lambda x, p: jnp.maximum(p * 3, x), 16),
+        (lambda x, p: (p + x) ** 2, 16 + 8),  # reads twice what is before
+        (lambda x, p: p + jnp.sin(x), 12 + 12),
+        (lambda x, p: p * 2, 12 + 8),
+    ],
+)
+def test_a_products_kernel_goes_on_as_far_as_inputs_of_the_step_meet_its_result(behind, moved):
+    assert megabytes(lambda x, w: behind(x, x @ w), X, X) == pytest.approx(moved, rel=0.01)
+
+
+@pytest.mark.parametrize(
     "behind, kernels",
     [
         (lambda y: jnp.tanh(y), 0),  # the kernel behind the product sums
@@ -117,6 +131,8 @@ PROLOGUES = [
     (lambda x, s, w: (x * s) @ w, 0),
     (lambda x, s, w: (jnp.maximum(x * s + 1, 0)) @ w, 0),
     (lambda x, s, w: (x * jnp.sin(s)) @ w, 1),
+    (lambda x, s, w: jnp.clip(x, -1, s.shape[0]) @ w, 1),
+    (lambda x, s, w: jnp.minimum(jnp.maximum(x, s), 1) @ w, 0),
     (lambda x, s, w: (x - x.mean(0)) @ w, 1),
     (lambda x, s, w: (x * s.sum()) @ w, 1),
     (lambda x, s, w: lax.scan(lambda x, r: ((x * r) @ w, None), x, s.reshape(1, -1).repeat(2, 0))[0], 1),

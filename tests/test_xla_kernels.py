@@ -7,6 +7,10 @@ from clusters import H100
 from jax import lax
 from test_fusion import F32, S, megabytes, needs_gpu_compiler, whole
 
+from shardplan import Cluster
+from shardplan.costs.space import StepFacts
+from shardplan.ir.parse import parse
+from shardplan.mesh.layout import MeshShape
 from shardplan.xla import compile
 from shardplan.xla.hlo.schedule import kernels, work_s
 
@@ -100,6 +104,69 @@ def test_a_product_casts_what_it_reads_to_wider_dtypes_and_inputs_that_nothing_e
 @pytest.mark.parametrize("behind", [jax.nn.gelu, jnp.negative, lambda y: jnp.tanh(y) + 1, lambda y: y])
 def test_a_kernel_of_rows_ends_where_the_least_is_written_for_another_reduction(behind):
     moves_as_planned(lambda x: (behind(root_mean_square(x)).astype(F32) ** 2).mean(), [S(TOKENS, BF16)], rel=0.02)
+
+
+def swapped(x):
+    """The halves of rows, the other way round, as rotary embeddings have them."""
+    half = x.shape[-1] // 2
+    return jnp.concatenate([x[..., half:], x[..., :half]], -1)
+
+
+def less_largest(x):
+    return x - x.max(-1, keepdims=True)
+
+
+ENDS = {
+    "another kernel of rows reads it as it is": lambda x: jax.nn.softmax(x) - jax.nn.softmax(x).astype(F32).mean(0).astype(x.dtype),
+    "elementwise work behind columns of it": lambda x: jnp.tanh(x + less_largest(x) - less_largest(x).astype(F32).mean(0)),
+    "halves swapped before": lambda x: jax.nn.softmax(swapped(x) + x),
+    "halves swapped behind": lambda x: less_largest(x) * swapped(less_largest(x)),
+    "halves swapped, the parts reduced": lambda x: jnp.sin(less_largest(swapped(x))),
+}
+
+
+@pytest.mark.slow
+@needs_gpu_compiler
+@pytest.mark.parametrize("name", ENDS)
+def test_kernels_of_rows_write_once_what_columns_are_reduced_of_and_join_no_rows_that_they_reduce(name):
+    moves_as_planned(lambda x: (ENDS[name](x).astype(F32) ** 2).mean(), [S(TOKENS, BF16)], rel=0.03)
+
+
+BESIDES = {
+    "an input added behind": (lambda x, w, v: (x @ w @ v + x).astype(F32).mean(), BF16),
+    "an input added behind, read twice": (lambda x, w, v: (x @ w @ v + x).mean(), F32),
+    "a bound and an input's larger": (lambda x, w, v: jnp.maximum(jnp.tanh(x @ w @ v), x) @ w, BF16),
+    "a square of what it makes": (lambda x, w, v: ((x @ w @ v + x) ** 2).mean(), F32),
+    "bounded on both sides before": (lambda x, w, v: jnp.clip(x, -1, 1) @ w, BF16),
+    "bounded on both sides and a tanh before": (lambda x, w, v: jnp.tanh(jnp.clip(x, -1, 1)) @ w, F32),
+    "bounded on one side before": (lambda x, w, v: jnp.maximum(x, -1) @ w, BF16),
+    "a cast there and back before": (lambda x, w, v: jax.nn.relu(x).astype(F32).astype(BF16) @ w, BF16),
+}
+
+
+@pytest.mark.slow
+@needs_gpu_compiler
+@pytest.mark.parametrize("name", BESIDES)
+def test_products_read_inputs_of_the_step_behind_and_bound_nothing_on_both_sides_before(name):
+    fun, dtype = BESIDES[name]
+    moves_as_planned(fun, [S(TOKENS, dtype), S(WEIGHT, dtype), S(BACK, dtype)], rel=0.03)
+
+
+@pytest.mark.slow
+@needs_gpu_compiler
+@pytest.mark.parametrize(("gpu", "arrays"), [("a100", 1), ("h100", 0)])
+def test_what_elementwise_work_in_bfloat16_makes_for_more_of_it_has_32_bits_before_hopper(gpu, arrays):
+    """The tanh of gelu that its gradient reads; gelu's result and its gradient are read by products alone."""
+
+    def loss(w, v, x):
+        return ((jax.nn.gelu(x @ w) @ v).astype(F32) ** 2).mean()
+
+    fn, args = jax.grad(loss, (0, 1)), (S((512, 1024), BF16), S((1024, 512), BF16), S((4096, 512), BF16))
+    module = compile(jax.jit(fn), *args, target=f"{gpu}:1").module
+    written = [a for i, _ in kernels(module).items() for a in i.arrays if a.shape == (4096, 1024)]
+    assert sum(a.dtype == "f32" for a in written) == arrays
+    facts = StepFacts.of(parse(jax.make_jaxpr(fn)(*args)), MeshShape(("x",), (1,)), Cluster.preset(gpu).device)
+    assert [facts.graph.ops[facts.graph.values[v].producer[0]].primitive for v in facts.wide] == ["tanh"] * arrays
 
 
 def summed(axis):

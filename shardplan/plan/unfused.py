@@ -21,7 +21,8 @@ from typing import Literal
 
 from shardplan.ir.graph import Graph, Op
 from shardplan.strategies.rule import Rule
-from shardplan.xla_model.kernel_groups import EXPONENTIALS, FUSIBLE
+from shardplan.xla_model.fusible import FUSIBLE
+from shardplan.xla_model.kernel_groups import EXPONENTIALS
 
 Kind = Literal["attention", "cross-entropy"]
 

@@ -12,6 +12,7 @@ from math import inf
 from shardplan.ir.graph import Graph, Op
 from shardplan.mesh.device import Device, gpu_of_device_kind
 from shardplan.strategies.rule import Rule
+from shardplan.xla_model.fusible import read_array, seen_through
 from shardplan.xla_model.kernel_groups import (
     EXPENSIVE,
     Kernel,
@@ -19,8 +20,6 @@ from shardplan.xla_model.kernel_groups import (
     computed_in,
     is_expensive,
     kernels_of,
-    read_array,
-    seen_through,
 )
 from shardplan.xla_model.overlapping_parts import overlapping, written_for_parts
 from shardplan.xla_model.physical_order import is_product
@@ -53,7 +52,8 @@ def cheaper_to_read(
     k * sources  >  sources + value + (k - 1) * value. Sources that a kernel reads for something else, too, do not count.
 
     So are expensive functions that several kernels read, but for a tanh from `recomputed_bytes` an element on whose sources these
-    read anyway; the argument of some; and what several kernels read of random numbers, in its narrowest form.
+    read anyway; the argument of some; and what several kernels read of random numbers. Where all of them need it for one result alone
+    that is no wider, that is written.
     """
     kernels = kernels_of(graph, rules, written, sums, rows, recomputed_bytes)
     written, inside, rows = kernels.written, kernels.inside, kernels.rows
@@ -63,10 +63,12 @@ def cheaper_to_read(
     fused = computed_in(graph, written, kernels.own, lambda reader: not is_product(graph.ops[reader], rules[reader]))
     sources: list[dict[int, float]] = []
     drawn: list[bool] = []  # per value, whether a kernel that computes it draws random numbers
+    costly: list[bool] = []  # or computes an expensive function that is worth writing
     for v, value in enumerate(graph.values):
         at = value.producer[0]
         op = graph.ops[at]
         drawn.append(op.traits.draws or any(u is not None and drawn[u] and not (written[u] or u in out) for u in op.inputs))
+        costly.append(any(u is not None and costly[u] and not (written[u] or u in out) for u in op.inputs))
         found: dict[int, float] = {}
         for k, u in enumerate(op.inputs):
             if u is not None:
@@ -82,9 +84,11 @@ def cheaper_to_read(
             continue
         if rows.behind[at] and value.bytes < min(found.values(), default=0.0):  # numbers per row, of rows read anyway
             continue
-        expensive = len(fused[at]) > 1 and op.primitive in EXPENSIVE
-        expensive = expensive and (is_expensive(op, recomputed_bytes) or not _sources_are_read(graph, kernels, v, found, fused[at]))
-        expensive |= len(inside[at]) > 1 and drawn[v] and not _handed_on(graph, rules, kernels, v)
+        once = op.primitive in EXPENSIVE and len(fused[at]) > 1
+        costly[v] |= once and (is_expensive(op, recomputed_bytes) or not _sources_are_read(graph, kernels, v, found, fused[at]))
+        handed_on = _handed_on(graph, rules, kernels, v) if costly[v] or drawn[v] else False
+        expensive = costly[v] and len(fused[at]) > 1 and not (handed_on and len({*graph.readers(v)} - graph.dead) == 1)
+        expensive |= drawn[v] and len(inside[at]) > 1 and not handed_on
         if expensive or _reads_less(graph, rules, kernels, v, found):
             out.add(v)
         elif v in parts:

@@ -11,7 +11,7 @@ again. Materialised are:
 A partial sum that is completed is written, reduced by a collective and read again: prices count that for each strategy
 (`KernelTraffic.partial_moves`). Which ops are one kernel: `kernel_groups.py`.
 
-Facts: fusion-loop, fusion-rows-end, fusion-casts-back, fusion-broadcast-scalar, fusion-zeros-shared, fusion-reads-part,
+Facts: fusion-loop, fusion-broadcast-scalar, fusion-zeros-shared, fusion-reads-part,
 fusion-in-place-update, fusion-scatter-into-sum, fusion-stacked-rows, liveness-rows-kept, product-parts-summed.
 """
 
@@ -23,20 +23,23 @@ from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import inf
+from types import MappingProxyType
 
+from shardplan._jax import itemsize
 from shardplan.ir.graph import Graph, Op
 from shardplan.mesh.rates import elements_computed
 from shardplan.strategies.rule import Fusion, Rule
 from shardplan.xla_model.expensive import cheaper_to_read
-from shardplan.xla_model.kernel_groups import Kernel, Kernels, absorbs, fuses, read_array, read_by_fusion, seen_through
+from shardplan.xla_model.fusible import absorbs, fuses, read_array, read_by_fusion, seen_through
+from shardplan.xla_model.kernel_groups import Kernel, Kernels
 from shardplan.xla_model.overlapping_parts import elements_read
-from shardplan.xla_model.physical_order import Dims, PhysicalOrders
-from shardplan.xla_model.product_kernels import CAST, computed_on_the_way, prologues, written_by_products
+from shardplan.xla_model.product_kernels import by_products, computed_on_the_way, prologues, written_by_products, written_instead
 from shardplan.xla_model.ragged import masked_by_op
-from shardplan.xla_model.row_kernels import RowKernels, masks, reduced_apart, reduces_columns, reduces_rows, rows_read
-from shardplan.xla_model.stack_zeros import StackZeros, stack_zeros
+from shardplan.xla_model.row_kernels import RowKernels, masks, reduced_apart, reduces_columns, rows_read
+from shardplan.xla_model.stack_zeros import stack_zeros
 from shardplan.xla_model.summed_scatters import copies, summed_scatters
 from shardplan.xla_model.traffic import KernelTraffic
+from shardplan.xla_model.wide_elementwise import WIDER, computes
 
 
 def materialised(
@@ -54,7 +57,7 @@ def materialised(
     out = [True] * len(graph.values)
     prologue = {v: read for v, read in prologues(graph, rules).items() if v not in rows.orders.written}
     into_products = {v for v in prologue.values() if v not in prologue}
-    scatters, ends = summed_scatters(graph), set[int]()
+    scatters = summed_scatters(graph)
     for v in reversed(range(len(graph.values))):
         at, _ = graph.values[v].producer
         op, fusion = graph.ops[at], rules[at].fusion
@@ -69,13 +72,10 @@ def materialised(
             computes = partial(_computes_row, graph, rows, at)
             out[v] = not all(computes(c) or absorbs(graph, rules, op, c, v in prologue) for c in readers)
             out[v] |= v in into_products
-            reduced = (graph.ops[c] for c in readers if rules[c].fusion == "reduce")
-            if rows.behind[at] and not all(reduces_rows(op, rows.orders) for op in reduced):
-                ends.add(_narrowest(graph, rules, rows, v))
-            out[v] |= v in ends
-            out[v] |= _looks_up_or_sums(op, fusion) and _needs_memory(graph, out, rows, v)
+            out[v] |= v in rows.ends
+            out[v] |= _moves_or_sums(op, fusion) and _needs_memory(graph, out, rows, v)
     for v, (w, always) in written_by_products(graph, rules).items():
-        if always or out[w]:
+        if always or out[w] or graph.ops[graph.values[w].producer[0]].traits.transpose:
             for u in (v, *computed_on_the_way(graph, v, w)):
                 out[u] = u == w
     for v in (*rows.orders.later, *_shared_zeros(graph, scatters)):
@@ -92,36 +92,22 @@ def _computes_row(graph: Graph, rows: RowKernels, at: int, stack: int) -> bool:
     return reader.traits.loop_stack and op.runs_in == reader.loop and not rows.behind[at]
 
 
-def _narrowest(graph: Graph, rules: Sequence[Rule], rows: RowKernels, v: int) -> int:
-    """Where a kernel that keeps rows on chip ends, if v is reduced by another: at the narrowest array on the way to v.
-
-    A cast back to the dtype from which an array has just been cast takes both away (fact: fusion-casts-back).
-    """
-    best = v
-    while True:
-        op = graph.ops[graph.values[v].producer[0]]
-        arrays = [graph.original(u) for u in op.inputs if u is not None and graph.values[u].shape]
-        if len(arrays) != 1 or len({*graph.readers(v := arrays[0])}) != 1 or not rows.behind[graph.maker(v)]:
-            return best
-        maker = graph.ops[graph.values[v].producer[0]]
-        back = op.primitive == maker.primitive == CAST and op.outs[0].dtype == maker.ins[0].dtype
-        if not back and graph.values[v].bytes < graph.values[best].bytes and rules[graph.values[v].producer[0]].fusion == "loop":
-            best = v
-
-
-def _looks_up_or_sums(op: Op, fusion: Fusion) -> bool:
-    """Whether an op is a lookup or a sum of few elements that is elementwise work to a kernel."""
-    return fusion == "loop" and (op.traits.gather or op.traits.reduction)
+def _moves_or_sums(op: Op, fusion: Fusion) -> bool:
+    """Whether an op is a lookup, a concatenation or a sum of few elements that is elementwise work to a kernel."""
+    return fusion == "loop" and (op.traits.gather or op.traits.concatenates or op.traits.reduction)
 
 
 def _needs_memory(graph: Graph, written: Sequence[bool], rows: RowKernels, v: int) -> bool:
-    """Whether a kernel that reads a lookup's result or a sum does not compute it.
+    """Whether a kernel that reads the result of a lookup, a concatenation or a sum does not compute it.
 
-    One that keeps rows on chip looks nothing up, and what is broadcast would be summed again for every element.
+    One that keeps rows on chip looks nothing up, and concatenates no rows that it reduces; what is broadcast would be summed again for
+    every element.
     """
-    reduced = graph.ops[graph.values[v].producer[0]].traits.reduction
+    maker = graph.ops[graph.values[v].producer[0]].traits
     inside = graph.reached(v, lambda at: not any(written[w] for w in graph.ops[at].outputs))
-    return any(rows.behind[at] or (reduced and graph.ops[at].traits.broadcast) for at in inside)
+    if maker.concatenates:
+        return not rows.fused.isdisjoint(inside)
+    return any(rows.behind[at] or (maker.reduction and graph.ops[at].traits.broadcast) for at in inside)
 
 
 def _shared_zeros(graph: Graph, scatters: Collection[int]) -> list[int]:
@@ -168,6 +154,7 @@ class FusedKernels:
         rows: numbers of the kernels that keep rows on chip.
         reduced: (kernel number, array) for arrays of which such a kernel reduces rows.
         inputs: kernel number -> how many inputs of the step only it reads.
+        products: op -> the product behind which its kernel computes it.
     """
 
     own: tuple[int, ...]
@@ -175,6 +162,7 @@ class FusedKernels:
     rows: frozenset[int]
     reduced: frozenset[tuple[int, int]]
     inputs: Mapping[int, int]
+    products: Mapping[int, int]
 
     def overwrites(self, at: int, v: int) -> bool:
         """Whether the kernel in which op `at` writes may write over an array: not where it reduces rows of it."""
@@ -183,7 +171,7 @@ class FusedKernels:
 
 def fused_kernels(graph: Graph, rules: Sequence[Rule], kernels: Kernels) -> FusedKernels:
     """The kernels of a step by number. Products have a number, too, for what is computed inside them; what they write is their own."""
-    instead = written_instead(graph, rules, kernels)
+    instead = written_instead(graph, rules, kernels.written)
     ends = frozenset(instead.values())
     numbers: dict[Kernel, int] = {key: n for n, key in enumerate(dict.fromkeys(kernels.own))}
     own, inside, rows, readers = [], [], set[int](), dict[int, set[Kernel]]()
@@ -203,7 +191,9 @@ def fused_kernels(graph: Graph, rules: Sequence[Rule], kernels: Kernels) -> Fuse
     reduced = {
         (number, v) for at in kernels.rows.fused - graph.dead for v in _sources(graph, kernels.written, at) for number in inside[at]
     }
-    return FusedKernels(tuple(own), tuple(inside), frozenset(rows), frozenset(reduced), inputs)
+    return FusedKernels(
+        tuple(own), tuple(inside), frozenset(rows), frozenset(reduced), inputs, by_products(graph, rules, kernels.written)
+    )
 
 
 def _sources(graph: Graph, written: Sequence[bool], at: int) -> set[int]:
@@ -218,78 +208,102 @@ def _sources(graph: Graph, written: Sequence[bool], at: int) -> set[int]:
     return known
 
 
-def written_instead(graph: Graph, rules: Sequence[Rule], kernels: Kernels) -> dict[int, int]:
-    """Result of a product that its kernel does not write -> what it writes."""
-    written = kernels.written
-    return {v: w for v, (w, _) in written_by_products(graph, rules).items() if written[w] and not written[v]}
+Counts = tuple[tuple[float, ...], tuple[float, ...]]
+"""How many times the bytes of each operand, and of each result, are moved."""
 
 
-def kernel_traffic(graph: Graph, rules: Sequence[Rule], kernels: Kernels) -> tuple[KernelTraffic, ...]:
-    """What every op moves: each kernel reads an array once, on behalf of the first op that needs it."""
+@dataclass
+class _Work:
+    """What a kernel does in one run."""
+
+    moved: float = 0.0  # bytes
+    reads: float = 0.0  # elements
+    makes: float = 0.0  # elements of the largest result
+    untiled: float = 0.0  # bytes that are transposed without tiles
+
+    def write(self, bytes_: float, elements: float, untiled: bool = False) -> None:
+        """Counts a result."""
+        self.moved += bytes_
+        self.makes = max(self.makes, elements)
+        self.untiled = max(self.untiled, bytes_ * untiled)
+
+
+def kernel_traffic(
+    graph: Graph, rules: Sequence[Rule], kernels: Kernels, wide: Mapping[int, float] = MappingProxyType({})
+) -> tuple[KernelTraffic, ...]:
+    """What every op moves: each kernel reads an array once, on behalf of the first op that needs it; `wide` as of `kept_wide`."""
     own, inside, written, orders = kernels.own, kernels.inside, kernels.written, kernels.rows.orders
-    by_product = written_instead(graph, rules, kernels)
-    ends = frozenset(by_product.values())
+    ends = frozenset((by_product := written_instead(graph, rules, written)).values())
     seen: dict[tuple[Kernel, int], float] = {}  # bytes of an array that a kernel has read or made
-    # Per kernel: bytes moved, elements read, elements of the largest result, bytes that are transposed without tiles.
-    moved, reads, makes, untiled = (defaultdict[Kernel, float](float) for _ in range(4))
-    stands, before = dict[Kernel, int](), defaultdict[int, float](float)  # before: product -> bytes read to compute its operand
-    counts: list[tuple[tuple[float, ...], tuple[float, ...]]] = []
+    work, stands = defaultdict[Kernel, _Work](_Work), dict[Kernel, int]()
+    before = defaultdict[int, float](float)  # product -> bytes read to compute its operand
+    counts: list[Counts] = []
     scatters, wanted = summed_scatters(graph), _computed_whole(graph, kernels)
+    products, behind = by_products(graph, rules, written), _read_behind(graph, rules, written)
     additions = {found.addition for found in scatters.values()}
     for at, op in enumerate(graph.ops):
         operands: list[float] = [0] * len(op.inputs)
-        results: list[float] = [0] * len(op.outputs)
-        idle = op.traits.moves_nothing or at in graph.dead or at in additions
+        results: list[float] = [behind.get(at, 0.0)] * len(op.outputs)
+        idle = op.traits.moves_nothing or at in graph.dead or at in additions or at in products
         for k, root, size, part in () if idle else _reads(graph, rules, written, at):
-            whole = max(graph.values[root].bytes, 1.0)
+            times = WIDER if root in wide and computes(op, rules[at]) else 1.0
+            whole = times * max(graph.values[root].bytes, 1.0)
             for kernel in inside[at]:
-                new = min(size, whole - seen.get((kernel, root), 0.0))  # slices read their parts, together no more than the whole
+                new = min(times * size, whole - seen.get((kernel, root), 0.0))  # slices read parts, together no more than the whole
                 if new > 0 and kernel in wanted[at]:
                     if kernel[0] < -1 - at and graph.ops[-1 - kernel[0]].traits.matmul:
                         before[-1 - kernel[0]] += new
                     else:
                         (results if part else operands)[k] += new / (graph.values[op.outputs[0]].bytes if part else size)
                     seen[kernel, root] = seen.get((kernel, root), 0.0) + new
-                    moved[kernel] += new
-                    reads[kernel] += new / graph.values[root].itemsize
+                    work[kernel].moved += new
+                    work[kernel].reads += new / graph.values[root].itemsize
         for k, v in enumerate(op.outputs):
             if v in by_product:
                 results[k] += graph.values[by_product[v]].bytes / graph.values[v].bytes
-            elif v in ends:
+            elif v in ends or (written[v] and not idle):
                 seen[own[at], v] = max(graph.values[v].bytes, 1.0)
-            elif written[v] and not idle:
+            if written[v] and not idle and v not in ends:
                 stands.setdefault(own[at], at)
-                seen[own[at], v] = max(graph.values[v].bytes, 1.0)
                 if op.traits.writes_part:
                     part, times = op.traits.writes_part
                     operands[part] += times
+                    work[own[at]].write(times * op.ins[part].size * itemsize(op.ins[part].dtype), op.ins[part].size)
                 else:
-                    results[k] += 1
-                    moved[own[at]] += graph.values[v].bytes
-                    makes[own[at]] = max(makes[own[at]], float(math.prod(graph.values[v].shape)))
-                    untiled[own[at]] = max(untiled[own[at]], graph.values[v].bytes * orders.written.get(v, False))
+                    results[k] += (times := wide.get(v, 1.0))
+                    work[own[at]].write(times * graph.values[v].bytes, math.prod(graph.values[v].shape), orders.written.get(v, False))
         if at in scatters:
             results[0] += copies(graph, rules, scatters[at])
         for k, times in _moved_besides(graph, rules, written, op, before.get(at, 0.0)) if not idle else ():
             operands[k] += times
         counts.append((tuple(operands), tuple(results)))
-    kernel, masked = {at: moved[key] for key, at in stands.items()}, masked_by_op(graph)
-    computed = _elements(graph, kernels, stands, moved, reads, makes, untiled)
-    again, summed = _row_bytes(graph, rules, kernels), _summed_by(graph, rules, kernels, by_product)
-    more = (
-        (again.get(at, 0.0), kernel.get(at), computed.get(at, 0.0), None, masked.get(at, ()), orders.transposed.get(at, ()))
-        for at in range(len(counts))
-    )
-    every = enumerate(zip(counts, more, _partial_moves(graph, rules, kernels), _begins(graph, orders), strict=True))
-    return tuple(
-        KernelTraffic(*moves, *rest, False, summed.get(at, 0), partial, *begins) for at, (moves, rest, partial, begins) in every
-    )
+    return tuple(_with_kernels(graph, rules, kernels, counts, {at: work[kernel] for kernel, at in stands.items()}))
 
 
-def _begins(graph: Graph, orders: PhysicalOrders) -> Iterator[tuple[StackZeros | None, Dims]]:
-    """Per op, the zeros of a loop's stack, and the dims of a reduction that is made in two."""
+def _with_kernels(
+    graph: Graph, rules: Sequence[Rule], kernels: Kernels, counts: Sequence[Counts], work: Mapping[int, _Work]
+) -> Iterator[KernelTraffic]:
+    """What every op moves, given its `counts` of operands and results, and the work of the kernels that ops stand for."""
+    orders, masked, again = kernels.rows.orders, masked_by_op(graph), _row_bytes(graph, rules, kernels)
+    computed, summed = (
+        _elements(graph, kernels, work),
+        _summed_by(graph, rules, kernels, written_instead(graph, rules, kernels.written)),
+    )
     zeros = stack_zeros(graph)
-    yield from ((zeros.get(at), reduced_apart(op, orders)) for at, op in enumerate(graph.ops))
+    for at, ((operands, results), sums) in enumerate(zip(counts, _partial_moves(graph, rules, kernels), strict=True)):
+        yield KernelTraffic(
+            operands,
+            results,
+            row_bytes=again.get(at, 0.0),
+            kernel_bytes=work[at].moved if at in work else None,
+            kernel_elements=computed.get(at, 0.0),
+            masked=masked.get(at, ()),
+            transposed=orders.transposed.get(at, ()),
+            summed_by=summed.get(at, 0),
+            partial_moves=sums,
+            zeros=zeros.get(at),
+            apart=reduced_apart(graph.ops[at], orders),
+        )
 
 
 def _reads(graph: Graph, rules: Sequence[Rule], written: Sequence[bool], at: int) -> Iterator[tuple[int, int, float, bool]]:
@@ -305,6 +319,15 @@ def _reads(graph: Graph, rules: Sequence[Rule], written: Sequence[bool], at: int
                 yield k, root, graph.values[root].itemsize * elements, True
         elif written[root]:
             yield k, root, graph.values[root].bytes, False
+
+
+def _read_behind(graph: Graph, rules: Sequence[Rule], written: Sequence[bool]) -> dict[int, float]:
+    """Product -> bytes over its result's that its kernel reads for what it computes behind it, arrays that it multiplies included."""
+    out: dict[int, float] = {}
+    for at, product in by_products(graph, rules, written).items():
+        read = sum(size for _, _, size, _ in _reads(graph, rules, written, at))
+        out[product] = out.get(product, 0.0) + read / max(1.0, graph.values[graph.ops[product].outputs[0]].bytes)
+    return out
 
 
 def _partial_moves(graph: Graph, rules: Sequence[Rule], kernels: Kernels) -> Iterator[int]:
@@ -365,19 +388,15 @@ def _columns(graph: Graph, kernels: Kernels) -> set[Kernel]:
     return set[Kernel]().union(*(kernels.inside[at] for at in reductions))
 
 
-Amounts = Mapping[Kernel, float]
-
-
-def _elements(
-    graph: Graph, kernels: Kernels, stands: Mapping[Kernel, int], moved: Amounts, reads: Amounts, makes: Amounts, untiled: Amounts
-) -> dict[int, float]:
-    """Op that stands for a kernel -> what that computes one by one, of the amounts per kernel that `kernel_traffic` names."""
+def _elements(graph: Graph, kernels: Kernels, work: Mapping[int, _Work]) -> dict[int, float]:
+    """Op that stands for a kernel -> what that computes one by one."""
     inside, columns = kernels.inside, _columns(graph, kernels)
     rows = rows_read(graph, kernels.rows, inside)
     masked = {kernel for at, op in enumerate(graph.ops) if masks(graph, op) for kernel in inside[at]} & rows.keys()
     return {
-        at: elements_computed(makes[key], reads[key] * (key in columns), rows.get(key, 0.0), moved[key] * (key in masked), untiled[key])
-        for key, at in stands.items()
+        at: elements_computed(of.makes, of.reads * (key in columns), rows.get(key, 0.0), of.moved * (key in masked), of.untiled)
+        for at, of in work.items()
+        for key in [kernels.own[at]]
     }
 
 

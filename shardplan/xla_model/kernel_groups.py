@@ -22,10 +22,11 @@ from math import inf
 from shardplan._jax import itemsize
 from shardplan.ir.graph import Graph, Op, components
 from shardplan.strategies.rule import Rule
+from shardplan.xla_model.fusible import absorbs, fuses, read_by_fusion
 from shardplan.xla_model.overlapping_parts import moves_elements, overlapping
+from shardplan.xla_model.product_kernels import by_products
 from shardplan.xla_model.row_kernels import RowKernels, row_kernels
 
-FUSIBLE = ("loop", "view", "reduce")
 EXPONENTIALS = ("exp", "exp2")
 """What costs more to compute again than a number per row to write (fact: fusion-rows-exponentials)."""
 EXPENSIVE = ("tanh", "atan", "sin", "cos", "pow", "erfc")
@@ -102,7 +103,8 @@ def _grouped_kernels(
         written[v] &= not all(
             absorbs(graph, rules, maker, reader, prologue=False) for reader in graph.readers(v) if reader not in graph.dead
         )
-    groups, homes = _groups(graph, rules, written), []
+    products = by_products(graph, rules, written)
+    groups, homes = _groups(graph, rules, written, products), []
     levels: list[int] = []  # per op, the reductions, products and partial sums that it waits for, one behind the other
     over = [
         _reduction(op) if rule.fusion == "reduce" and at not in rows.fused else None
@@ -113,11 +115,12 @@ def _grouped_kernels(
     for at, op in enumerate(graph.ops):
         made, elsewhere = ((v, graph.values[v].producer[0]) for v in op.inputs if v is not None), moves_elements(op)
         apart = ((elsewhere and graph.original(v) in parts, v, i) for v, i in made)
-        waits = (levels[i] + (written[v] and (behind or rules[i].fusion in ("reduce", "none") or sums[i])) for behind, v, i in apart)
-        levels.append(max(waits, default=0))
+        waits = (levels[i] + (written[v] and (behind or i in products or _ends(rules, sums, i))) for behind, v, i in apart)
+        levels.append(levels[products[at]] if at in products else max(waits, default=0))
         alone = op.traits.reads_part and not read_by_fusion(graph, rules, op)
         alone |= op.traits.loop_stack or (op.traits.matmul and rules[at].fusion == "none")
-        homes.append((-1 - at if alone else groups[at], levels[at], op.phase == "update", op.runs_in))
+        home = (-1 - at if alone else groups[at], levels[at], op.phase == "update", op.runs_in)
+        homes.append(homes[products[at]] if at in products else home)
         if (reduced := over[at]) and not rows.behind[at]:
             first.setdefault(homes[at], reduced)
     joined = _joined(graph, rules, written)
@@ -170,7 +173,7 @@ def _delayed(
         for v in op.inputs:
             if v is not None:
                 i = graph.values[v].producer[0]
-                leaves = homes[i][0] != homes[at][0] or (written[v] and (rules[i].fusion in ("reduce", "none") or sums[i]))
+                leaves = homes[i][0] != homes[at][0] or (written[v] and _ends(rules, sums, i))
                 behind[at] |= behind[i] | (bits.get(homes[i], 0) if leaves else 0)
         if homes[at] in before:
             before[homes[at]] |= behind[at]
@@ -203,38 +206,17 @@ def _reduction(op: Op) -> tuple:
     return tuple(x.shape for x in op.ins), str(over)
 
 
-def _groups(graph: Graph, rules: Sequence[Rule], written: Sequence[bool]) -> list[int]:
-    """Per op, its group: the producer and the readers of a value inside fusions."""
+def _ends(rules: Sequence[Rule], sums: Sequence[bool], at: int) -> bool:
+    """Whether what reads the result of an op, where that is written, waits for its kernel to end."""
+    return rules[at].fusion in ("reduce", "none") or sums[at]
+
+
+def _groups(graph: Graph, rules: Sequence[Rule], written: Sequence[bool], products: Collection[int]) -> list[int]:
+    """Per op, its group: the producer and the readers of a value inside fusions; none of what `products` compute is in one."""
     pairs = (
-        (value.producer[0], reader)
-        for v, value in enumerate(graph.values) if value.shape
+        (maker, reader)
+        for v, value in enumerate(graph.values) if value.shape and (maker := value.producer[0]) not in products
         for reader, _ in value.consumers
-        if not written[v] or (rules[value.producer[0]].fusion == "loop" and fuses(graph, rules, reader))
+        if reader not in products and (not written[v] or (rules[maker].fusion == "loop" and fuses(graph, rules, reader)))
     )  # fmt: skip
     return components(len(graph.ops), pairs)
-
-
-def absorbs(graph: Graph, rules: Sequence[Rule], producer: Op, at: int, prologue: bool) -> bool:
-    """Whether op `at` computes what `producer` makes inside its own kernel."""
-    reader, inside = graph.ops[at], graph.ops[at].traits.copy or not graph.ops[at].traits.border
-    return inside and producer.runs_in == reader.loop and (rules[at].fusion in FUSIBLE or (prologue and reader.traits.matmul))
-
-
-def seen_through(graph: Graph, rules: Sequence[Rule], at: int) -> bool:
-    """Whether a fusion that reads the result may as well read the operand: a copy or a view."""
-    return graph.ops[at].traits.copy or (rules[at].fusion == "view" and not graph.ops[at].traits.border)
-
-
-def read_array(graph: Graph, rules: Sequence[Rule], v: int) -> int:
-    """The array whose bytes are read when v is: views are looked through, and copies, which are priced as reshards."""
-    return graph.origin(v, lambda at: rules[at].fusion == "view")
-
-
-def fuses(graph: Graph, rules: Sequence[Rule], reader: int) -> bool:
-    """Whether an op may be part of a kernel that writes what it reads."""
-    return rules[reader].fusion in FUSIBLE and not graph.ops[reader].traits.border
-
-
-def read_by_fusion(graph: Graph, rules: Sequence[Rule], op: Op) -> bool:
-    """Whether the kernel of an op that reads a result may write it."""
-    return any(fuses(graph, rules, reader) for v in op.outputs for reader in graph.readers(v))

@@ -14,6 +14,7 @@ liveness-donation, liveness-stack-zeros, liveness-shared-buffers.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from types import MappingProxyType
 
 from shardplan.ir.graph import Graph, components
 from shardplan.xla_model.overlap_windows import OverlapWindows
@@ -74,12 +75,13 @@ def live_intervals(
     in_place: Callable[[int, int], bool],
     windows: OverlapWindows | None = None,
     summed: Collection[SummedScatter] = (),
+    products: Mapping[int, int] = MappingProxyType({}),
 ) -> list[Interval | None]:
     """Per value its (birth, death) in op numbers, or None for one that holds no memory of its own.
 
     For an alias the interval is that of the copy that it is when its layout differs. `in_place` says of an op and an array whether a
     result of the op may take the place of the array if that dies there; without `windows`, ops run in the order of the program.
-    `summed`: additions that scatters make in place.
+    `summed`: additions that scatters make in place; `products`: op -> the product whose kernel computes it.
     """
     windows = windows or OverlapWindows()
     replaced = {o: graph.ops[a].outputs[0] for a, o in graph.same_layout if a in graph.donated}  # output -> donated state
@@ -115,7 +117,7 @@ def live_intervals(
         elif op.traits.step_output or not (materialised[v] or op.traits.alias) or overwrites_state(v, at):
             out.append(None)
         else:
-            birth = stacked_from.get(at, at)
+            birth = stacked_from.get(at, products.get(at, at))
             if op.traits.loop_next:
                 birth = graph.loops[op.loop].stop
             elif op.traits.alias or op.forwards_value:  # other readers of an array in flight make their result when it is there

@@ -1,11 +1,11 @@
 """What products compute besides: XLA makes their kernels, of Triton, before any other.
 
     before    elementwise work on one array, inputs of the computation and numbers is computed again inside every product that reads it;
-              so is a cast to a wider dtype, and one to a narrower dtype of an input that nothing else reads
-    behind    a product writes a transpose of its result instead, or what elementwise work on it alone makes in a narrower dtype, with a
-              loop's carry added in none that is wider
+              so is a cast to a wider dtype, and one to a narrower dtype of an input that nothing else reads; not two bounds in a row
+    behind    a product writes a transpose of its result instead, or what elementwise work on it alone makes in a narrower dtype, or
+              with an input of the computation, the step's or a loop's, in no wider one
 
-Facts: fusion-matmul-prologue, fusion-matmul-prologue-cast, fusion-matmul-epilogue, fusion-matmul-carry.
+Facts: fusion-matmul-prologue, fusion-matmul-prologue-cast, fusion-matmul-prologue-clamp, fusion-matmul-epilogue, fusion-matmul-carry.
 """
 
 from __future__ import annotations
@@ -14,12 +14,10 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 
 from shardplan._jax import itemsize
-from shardplan.ir.graph import Graph, Op
+from shardplan.ir.graph import CAST, Graph, Op
 from shardplan.strategies.rule import Rule
-from shardplan.xla_model.kernel_groups import seen_through
+from shardplan.xla_model.fusible import seen_through
 from shardplan.xla_model.physical_order import transposed_product
-
-CAST = "convert_element_type"
 
 
 def prologues(graph: Graph, rules: Sequence[Rule]) -> dict[int, int]:
@@ -31,7 +29,7 @@ def prologues(graph: Graph, rules: Sequence[Rule]) -> dict[int, int]:
     """
     possible: dict[int, int] = {}
     for op in graph.ops:
-        if (op.traits.matmul_prologue or op.primitive == CAST) and op.outs[0].shape and not _narrows(graph, op):
+        if (op.traits.matmul_prologue or op.primitive == CAST) and op.outs[0].shape and not _is_written_before(graph, rules, op):
             arrays = [graph.original(v) for v, x in zip(op.inputs, op.ins, strict=True) if v is not None and x.size == op.outs[0].size]
             made = [v for v in arrays if not graph.ops[graph.maker(v)].traits.broadcast]
             others = [v for v in op.inputs if v is not None and all(graph.original(v) != u for u in made)]
@@ -47,6 +45,25 @@ def prologues(graph: Graph, rules: Sequence[Rule]) -> dict[int, int]:
     return out
 
 
+def _is_written_before(graph: Graph, rules: Sequence[Rule], op: Op) -> bool:
+    """Whether no product that reads an op's result computes it: a cast to a narrower dtype, or two bounds that no product makes."""
+    return _narrows(graph, op) or (_clamps(graph, op) and not _follows_product(graph, rules, op))
+
+
+def _follows_product(graph: Graph, rules: Sequence[Rule], op: Op) -> bool:
+    """Whether an op is the last of a chain of which each reads the one before, which nothing else reads, and a product the first."""
+    while not (op.traits.matmul and rules[graph.values[op.outputs[0]].producer[0]].fusion == "none"):
+        made = [v for v in op.inputs if v is not None and graph.values[v].shape and not _is_input(graph, v)]
+        if (
+            len(made) != 1
+            or len(graph.values[made[0]].consumers) != 1
+            or not _follows(graph, rules, graph.values[op.outputs[0]].producer[0])
+        ):
+            return False
+        op = graph.ops[graph.values[made[0]].producer[0]]
+    return True
+
+
 def _narrows(graph: Graph, op: Op) -> bool:
     """Whether an op is a cast to a narrower dtype, but of an input of the step that it alone reads, for one reader."""
     if op.primitive != CAST or op.inputs[0] is None or itemsize(op.ins[0].dtype) <= itemsize(op.outs[0].dtype):
@@ -56,19 +73,36 @@ def _narrows(graph: Graph, op: Op) -> bool:
     return not (once and graph.ops[graph.maker(source)].traits.step_input)
 
 
+def _clamps(graph: Graph, op: Op) -> bool:
+    """Whether an op bounds by a number what another bounds on the other side: XLA makes one op of three operands of both."""
+    other = {"max": "min", "min": "max"}.get(op.primitive)
+    maker = None if (v := _only_array(graph, op)) is None else graph.ops[graph.maker(v)]
+    return maker is not None and maker.primitive == other and _only_array(graph, maker) is not None
+
+
+def _only_array(graph: Graph, op: Op) -> int | None:
+    """The one operand of an op that is no number, if all others are."""
+    arrays = [v for v in op.inputs if v is not None and graph.values[v].shape and not graph.ops[graph.maker(v)].scalar_broadcast]
+    return arrays[0] if len(arrays) == 1 else None
+
+
 def _is_input(graph: Graph, v: int) -> bool:
     """Whether a value is an input of the step or of a loop's body, made of literals alone, or either broadcast."""
     op = graph.ops[graph.maker(v)]
     if op.traits.broadcast or (op.inputs and all(u is None for u in op.inputs)):
         return all(u is None or _is_input(graph, u) for u in op.inputs)
+    return _is_input_as_it_is(op)
+
+
+def _is_input_as_it_is(op: Op) -> bool:
     return op.traits.persistent or op.traits.loop_carry or op.traits.loop_const
 
 
 def written_by_products(graph: Graph, rules: Sequence[Rule]) -> dict[int, tuple[int, bool]]:
     """Result of a product -> what its kernel writes instead, and whether always, or only if that is in memory at all.
 
-    A transpose of it; or a chain of elementwise work on it alone, of which each reads the one before, if that ends in a narrower dtype,
-    or in no wider one behind an addition to a loop's carry or the like.
+    A transpose of it; or a chain of elementwise work, of which each reads the one before once and nothing else but inputs of the
+    computation, if that ends in a narrower dtype, or in no wider one behind something that reads such an input.
     A reshard between the two prevents either; prices add what the second then moves (`costs/tables.py`).
     """
     found = ((transposed_product(graph, op), op.outputs[0]) for op in graph.ops if op.outputs)
@@ -80,11 +114,32 @@ def written_by_products(graph: Graph, rules: Sequence[Rule]) -> dict[int, tuple[
             while len(graph.values[end].consumers) == 1 and _follows(graph, rules, at := graph.values[end].consumers[0][0]):
                 if graph.values[graph.ops[at].outputs[0]].itemsize > graph.values[end].itemsize:
                     break
-                end, carried = graph.ops[at].outputs[0], carried + len(_carries(graph, graph.ops[at]))
+                end, carried = graph.ops[at].outputs[0], carried + _reads_input(graph, graph.ops[at])
                 w = w if graph.ops[at].traits.copy else end
             if graph.values[w].itemsize < graph.values[v].itemsize + (carried > 0):
                 out[v] = w, True
     return out
+
+
+def written_instead(graph: Graph, rules: Sequence[Rule], written: Sequence[bool]) -> dict[int, int]:
+    """Result of a product that its kernel does not write -> what it writes."""
+    return {v: w for v, (w, _) in written_by_products(graph, rules).items() if written[w] and not written[v]}
+
+
+def by_products(graph: Graph, rules: Sequence[Rule], written: Sequence[bool]) -> dict[int, int]:
+    """Op -> the product behind which its kernel computes it, for what ops read; a loop's next round reads what is written anyway."""
+    return {
+        graph.values[u].producer[0]: graph.values[v].producer[0]
+        for v, w in written_instead(graph, rules, written).items()
+        if not _is_for_next_round(graph, rules, w)
+        for u in computed_on_the_way(graph, v, w)
+    }
+
+
+def _is_for_next_round(graph: Graph, rules: Sequence[Rule], v: int) -> bool:
+    """Whether a value is a loop's next carry and nothing else."""
+    reached = [at for at in graph.reached(v, partial(seen_through, graph, rules)) if not seen_through(graph, rules, at)]
+    return bool(reached) and all(graph.ops[at].traits.loop_next for at in reached)
 
 
 def computed_on_the_way(graph: Graph, v: int, w: int) -> Iterator[int]:
@@ -95,15 +150,20 @@ def computed_on_the_way(graph: Graph, v: int, w: int) -> Iterator[int]:
 
 
 def _follows(graph: Graph, rules: Sequence[Rule], at: int) -> bool:
-    """Whether an op is elementwise work on one array, scalars and carries of a loop, or a copy."""
+    """Whether an op is elementwise work that reads one array, scalars and inputs of the computation, or a copy.
+
+    Outside of loops the optimizer is none: it reads gradients that were summed over devices, in all but few steps.
+    """
     op = graph.ops[at]
     if op.traits.copy:
         return op.is_follower
-    made = [graph.ops[graph.values[v].producer[0]] for v in op.inputs if v is not None and graph.values[v].shape]
-    arrays = [maker for maker in made if not maker.scalar_broadcast]
-    return rules[at].fusion == "loop" and not op.traits.border and len(arrays) - len(_carries(graph, op)) == len(op.outputs) == 1
+    made = [
+        v for v in op.inputs if v is not None and graph.values[v].shape and not graph.ops[graph.values[v].producer[0]].scalar_broadcast
+    ]
+    possible = op.traits.matmul_prologue or op.traits.transpose or op.primitive == CAST
+    return possible and (op.phase != "update" or op.loop >= 0) and sum(not _is_input(graph, v) for v in made) == 1
 
 
-def _carries(graph: Graph, op: Op) -> list[int]:
-    """The operands of an op that are a loop's carry as it is, an input of the computation: products' kernels read no others."""
-    return [v for v in op.inputs if v is not None and graph.values[v].shape and graph.ops[graph.maker(v)].traits.loop_carry]
+def _reads_input(graph: Graph, op: Op) -> bool:
+    """Whether an op reads an array that is an input of the computation as it is, the step's or a loop's."""
+    return any(_is_input_as_it_is(graph.ops[graph.maker(v)]) for v in op.inputs if v is not None and graph.values[v].shape)

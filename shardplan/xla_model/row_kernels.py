@@ -16,7 +16,8 @@ row, reduces it, and combines the result with the same row:
 Three things leave the kernel: a reduction of exponentials that several kernels read, for computing them once more costs more than to
 write a number per row; what a reduction of another kind reads, which is written first; and every result, for a kernel writes one.
 
-Facts: fusion-rows, fusion-rows-exponentials, fusion-rows-columns, fusion-rows-seed, reduction-few-elements.
+Facts: fusion-rows, fusion-rows-exponentials, fusion-rows-columns, fusion-rows-seed, fusion-rows-end,
+fusion-rows-joined, fusion-casts-back, reduction-few-elements.
 """
 
 from __future__ import annotations
@@ -24,11 +25,13 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import inf
 from typing import NamedTuple
 
-from shardplan.ir.graph import Graph, Op
+from shardplan.ir.graph import CAST, Graph, Op
 from shardplan.strategies.rule import Rule
+from shardplan.xla_model.fusible import seen_through
 from shardplan.xla_model.physical_order import Dims, PhysicalOrders
 
 ROW_ELEMENTS = 1 << 14
@@ -48,25 +51,29 @@ class RowKernels:
         fused: numbers of the reductions inside them.
         behind: per op, whether it is such a reduction or elementwise work, views and copies behind one.
         statistics: what the reductions make, and elementwise work on it before it meets a row again.
+        ends: what such kernels write for reductions of other kinds.
         orders: in which order dims lie in memory, which decides what a row is.
     """
 
     fused: frozenset[int]
     behind: tuple[bool, ...]
     statistics: frozenset[int]
+    ends: frozenset[int]
     orders: PhysicalOrders
 
 
 def row_kernels(graph: Graph, rules: Sequence[Rule], orders: PhysicalOrders, alone: frozenset[int] = frozenset()) -> RowKernels:
     """The kernels of a step; the reductions `alone` write their results."""
-    behind, fused, statistics = [False] * len(graph.ops), set[int](), set[int]()
-    for at, op in enumerate(graph.ops):
-        makers = [graph.values[v].producer[0] for v in op.inputs if v is not None]
+    behind, fused, statistics, ends = [False] * len(graph.ops), set[int](), set[int](), set[int]()
+    at = -1
+    while (at := at + 1) < len(graph.ops):
+        op = graph.ops[at]
+        makers = [graph.values[v].producer[0] for v in op.inputs if v is not None and v not in ends]
         follows = any(behind[i] and graph.ops[i].loop == op.loop for i in makers)
         if at in graph.dead:
             continue
         if reduces_rows(op, orders) and rules[at].fusion == "reduce":
-            if at not in alone and (follows or _is_seed(graph, rules, at)):
+            if at not in alone and not _reduces_joined(graph, op) and (follows or _is_seed(graph, rules, at)):
                 behind[at] = True
                 fused.add(at)
                 statistics.add(op.outputs[0])
@@ -75,7 +82,51 @@ def row_kernels(graph: Graph, rules: Sequence[Rule], orders: PhysicalOrders, alo
             arrays = (v for v in op.inputs if v is not None and graph.values[v].shape)
             if all(v in statistics for v in arrays) and not op.traits.broadcast:
                 statistics.update(op.outputs)
-    return RowKernels(frozenset(fused), tuple(behind), frozenset(statistics), orders)
+            if rules[at].fusion == "loop" and _is_reduced_otherwise(graph, rules, orders, op):
+                end = _narrowest(graph, rules, behind, op.outputs[0])
+                ends.add(end)
+                for i in range(graph.values[end].producer[0] + 1, at + 1):  # once more, for what reads the end
+                    behind[i] = False
+                    fused.discard(i)
+                    statistics.difference_update(graph.ops[i].outputs)
+                    ends.difference_update(graph.ops[i].outputs)
+                at = graph.values[end].producer[0]
+    return RowKernels(frozenset(fused), tuple(behind), frozenset(statistics), frozenset(ends), orders)
+
+
+def _reduces_joined(graph: Graph, op: Op) -> bool:
+    """Whether rows that are reduced are concatenated: XLA reduces the parts (fact: fusion-rows-joined)."""
+    joined = None if op.inputs[0] is None else graph.ops[graph.maker(op.inputs[0])]
+    return joined is not None and joined.traits.concatenates and joined.params.get("dimension") in op.params["axes"]
+
+
+def _is_reduced_otherwise(graph: Graph, rules: Sequence[Rule], orders: PhysicalOrders, op: Op) -> bool:
+    """Whether blocks of threads reduce what an op makes, other than along rows."""
+    reached = (at for v in op.outputs for at in graph.reached(v, partial(seen_through, graph, rules)) if at not in graph.dead)
+    reductions = (graph.ops[at] for at in reached if rules[at].fusion == "reduce")
+    return any(not (reduces_rows(reader, orders) or computed_one_by_one(reader, orders)) for reader in reductions)
+
+
+def _narrowest(graph: Graph, rules: Sequence[Rule], behind: Sequence[bool], v: int) -> int:
+    """Where a kernel that keeps rows on chip ends, if another reduces v: at the narrowest array on the way to v.
+
+    What others read, too, is the farthest that it may be. A cast back to the dtype from which an array has just been cast takes both
+    away (fact: fusion-casts-back).
+    """
+    best = v
+    while True:
+        op = graph.ops[graph.values[v].producer[0]]
+        arrays = [u for u in op.inputs if u is not None and graph.values[u].shape]
+        if len(arrays) != 1 or not behind[at := graph.values[v := arrays[0]].producer[0]]:
+            return best
+        shared = len({*graph.readers(v)} - graph.dead) > 1
+        maker = graph.ops[graph.maker(v)]
+        back = op.primitive == maker.primitive == CAST and op.outs[0].dtype == maker.ins[0].dtype
+        narrower = graph.values[v].bytes < graph.values[best].bytes
+        if (shared or (narrower and not back)) and rules[at].fusion == "loop":
+            best = v
+        if shared:
+            return best
 
 
 def rows_read(graph: Graph, rows: RowKernels, inside: Sequence[Collection[Hashable]]) -> dict[Hashable, float]:
