@@ -27,7 +27,7 @@ from shardplan.strategies.signature import Signatures
 from shardplan.xla_model.accumulation import accumulated_operands, accumulated_sums, mark_accumulation
 from shardplan.xla_model.cast_first import Factors, cast_first_operands, widened_fraction
 from shardplan.xla_model.combining import CollectiveSite, byte_factors, collective_sites, summed_values
-from shardplan.xla_model.convolutions import HeldCopy, call_orders, is_hopper, with_convolutions
+from shardplan.xla_model.convolutions import HeldCopy, call_orders, with_convolutions
 from shardplan.xla_model.copies import with_copies
 from shardplan.xla_model.expensive import recomputed_from
 from shardplan.xla_model.fusion import FusedKernels, fused_kernels, kernel_traffic, materialised
@@ -97,7 +97,7 @@ class StepFacts:
         written = materialised(graph, seen, sums, rows, recomputed_bytes)
         kernels = kernels_of(graph, seen, written, sums, rows, recomputed_bytes)
         fused = fused_kernels(graph, seen, kernels_of(graph, seen, written, sums, rows, delayed=False))
-        wide = kept_wide(graph, seen, kernels) if not is_hopper(device) else {}
+        wide = kept_wide(graph, seen, kernels, device)
         around = with_convolutions(graph, seen, kernel_traffic(graph, seen, kernels, wide), device)
         return cls(
             graph, table, rules, sums, tuple(x.number for x in found), written, around.traffic, fused, around.copies, summed, wide

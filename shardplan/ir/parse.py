@@ -215,7 +215,7 @@ def _computation(eqn, inputs: Sequence[int | None]) -> Hashable:
         return None
     literals = tuple(np.asarray(x.val).tobytes() for x in eqn.invars if isinstance(x, _jax.Literal))  # of the dtypes in `types`
     types = tuple(x.aval for x in (*eqn.invars, *eqn.outvars))
-    params = tuple((name, _exactly(value)) for name, value in sorted(eqn.params.items()))
+    params = tuple((param, _exactly(value)) for param, value in sorted(eqn.params.items()))
     try:
         hash(key := (eqn.primitive, *inputs, literals, types, params, eqn.ctx))
     except TypeError:

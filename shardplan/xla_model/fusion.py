@@ -11,8 +11,8 @@ again. Materialised are:
 A partial sum that is completed is written, reduced by a collective and read again: prices count that for each strategy
 (`KernelTraffic.partial_moves`). Which ops are one kernel: `kernel_groups.py`.
 
-Facts: fusion-loop, fusion-broadcast-scalar, fusion-zeros-shared, fusion-reads-part,
-fusion-in-place-update, fusion-scatter-into-sum, fusion-stacked-rows, liveness-rows-kept, product-parts-summed.
+Facts: fusion-loop, fusion-broadcast-scalar, fusion-zeros-shared, fusion-reads-part, fusion-in-place-update, fusion-scatter-into-sum,
+fusion-stacked-rows, liveness-rows-kept, product-parts-summed.
 """
 
 from __future__ import annotations
@@ -239,7 +239,7 @@ def kernel_traffic(
     before = defaultdict[int, float](float)  # product -> bytes read to compute its operand
     counts: list[Counts] = []
     scatters, wanted = summed_scatters(graph), _computed_whole(graph, kernels)
-    products, behind = by_products(graph, rules, written), _read_behind(graph, rules, written)
+    behind = _read_behind(graph, rules, written, products := by_products(graph, rules, written))
     additions = {found.addition for found in scatters.values()}
     for at, op in enumerate(graph.ops):
         operands: list[float] = [0] * len(op.inputs)
@@ -285,10 +285,8 @@ def _with_kernels(
 ) -> Iterator[KernelTraffic]:
     """What every op moves, given its `counts` of operands and results, and the work of the kernels that ops stand for."""
     orders, masked, again = kernels.rows.orders, masked_by_op(graph), _row_bytes(graph, rules, kernels)
-    computed, summed = (
-        _elements(graph, kernels, work),
-        _summed_by(graph, rules, kernels, written_instead(graph, rules, kernels.written)),
-    )
+    computed, instead = _elements(graph, kernels, work), written_instead(graph, rules, kernels.written)
+    summed = _summed_by(graph, rules, kernels, instead)
     zeros = stack_zeros(graph)
     for at, ((operands, results), sums) in enumerate(zip(counts, _partial_moves(graph, rules, kernels), strict=True)):
         yield KernelTraffic(
@@ -321,10 +319,13 @@ def _reads(graph: Graph, rules: Sequence[Rule], written: Sequence[bool], at: int
             yield k, root, graph.values[root].bytes, False
 
 
-def _read_behind(graph: Graph, rules: Sequence[Rule], written: Sequence[bool]) -> dict[int, float]:
-    """Product -> bytes over its result's that its kernel reads for what it computes behind it, arrays that it multiplies included."""
+def _read_behind(graph: Graph, rules: Sequence[Rule], written: Sequence[bool], products: Mapping[int, int]) -> dict[int, float]:
+    """Product -> bytes over its result's that its kernel reads for what it computes behind it, arrays that it multiplies included.
+
+    `products` as of `by_products`.
+    """
     out: dict[int, float] = {}
-    for at, product in by_products(graph, rules, written).items():
+    for at, product in products.items():
         read = sum(size for _, _, size, _ in _reads(graph, rules, written, at))
         out[product] = out.get(product, 0.0) + read / max(1.0, graph.values[graph.ops[product].outputs[0]].bytes)
     return out

@@ -52,15 +52,12 @@ def _is_written_before(graph: Graph, rules: Sequence[Rule], op: Op) -> bool:
 
 def _follows_product(graph: Graph, rules: Sequence[Rule], op: Op) -> bool:
     """Whether an op is the last of a chain of which each reads the one before, which nothing else reads, and a product the first."""
-    while not (op.traits.matmul and rules[graph.values[op.outputs[0]].producer[0]].fusion == "none"):
-        made = [v for v in op.inputs if v is not None and graph.values[v].shape and not _is_input(graph, v)]
-        if (
-            len(made) != 1
-            or len(graph.values[made[0]].consumers) != 1
-            or not _follows(graph, rules, graph.values[op.outputs[0]].producer[0])
-        ):
+    at = graph.values[op.outputs[0]].producer[0]
+    while not (graph.ops[at].traits.matmul and rules[at].fusion == "none"):
+        made = [v for v in graph.ops[at].inputs if v is not None and graph.values[v].shape and not _is_input(graph, v)]
+        if len(made) != 1 or len(graph.values[made[0]].consumers) != 1 or not _follows(graph, rules, at):
             return False
-        op = graph.ops[graph.values[made[0]].producer[0]]
+        at = graph.values[made[0]].producer[0]
     return True
 
 

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 
 from shardplan.ir.graph import Graph, Op
+from shardplan.mesh.device import Device, gpu_of_device_kind
 from shardplan.strategies.rule import Rule
 from shardplan.xla_model.fusible import absorbs
 from shardplan.xla_model.kernel_groups import Kernels
@@ -23,11 +24,19 @@ from shardplan.xla_model.overlapping_parts import moves_elements
 
 WIDER = 2.0
 """Bytes of float32 over those of bfloat16."""
+HOPPER = (9, 0)
+"""Compute capability of the first GPUs that compute elementwise work in bfloat16."""
 
 
-def kept_wide(graph: Graph, rules: Sequence[Rule], kernels: Kernels) -> dict[int, float]:
-    """Value in bfloat16 that is written in float32 -> bytes written over its own: `WIDER`, and 1 more if it is written as it is too."""
+def kept_wide(graph: Graph, rules: Sequence[Rule], kernels: Kernels, device: Device | None) -> dict[int, float]:
+    """Value in bfloat16 that is written in float32 -> bytes written over its own: `WIDER`, and 1 more if it is written as it is too.
+
+    No value is where the device is no GPU that is known.
+    """
     out: dict[int, float] = {}
+    gpu = gpu_of_device_kind(device.name) if device else None
+    if gpu is None or gpu.compute_capability >= HOPPER:
+        return out
     for at, op in enumerate(graph.ops):
         for v in op.outputs if at not in graph.dead and computes(op, rules[at]) else ():
             if not kernels.written[v] or graph.values[v].dtype != jnp.bfloat16:
