@@ -181,6 +181,8 @@ class _Merging:
         leader: per task, the first of its kernel.
         members: first task of a kernel -> all of its tasks.
         holders: per loop, itself and those around it, innermost first, then OUTSIDE.
+        rows: by computation, its kernels and loops, each behind those that it waits for; None where one has left.
+        places: by computation, where each is in the row.
     """
 
     def __init__(self, tasks: Tasks, waits: Sequence[tuple[int, ...]], leader: Sequence[int], holders: Sequence[tuple[int, ...]]):
@@ -188,29 +190,53 @@ class _Merging:
         self.members: dict[int, list[int]] = {}
         for n, first in enumerate(leader):
             self.members.setdefault(first, []).append(n)
+        self.rows: dict[int, list[int | None]] = {}
+        self.places: dict[int, dict[int, int]] = {}
 
     def merge(self, n: int, m: int) -> None:
-        """Makes the kernels of tasks n and m, of one computation, one, if they can be."""
+        """Makes the kernels of task n and of task m, which n waits for, one, if they can be; both are of one computation."""
         one, other, home = self.leader[n], self.leader[m], self.tasks.home[n]
-        if one != other and not self.waits_by_others(home, one, other) and not self.waits_by_others(home, other, one):
-            some = sorted(self.members.pop(one) + self.members.pop(other))
-            self.members[some[0]] = some
-            for at in some:
-                self.leader[at] = some[0]
+        if one == other or (between := self.between(home, one, other)) is None:
+            return
+        some = sorted(self.members.pop(one) + self.members.pop(other))
+        self.members[some[0]] = some
+        for at in some:
+            self.leader[at] = some[0]
+        row, place = self.rows[home], self.places[home]
+        start, end = place.pop(other), place.pop(one) + 1
+        rest = [k for k in row[start:end] if k is not None and k not in between and k not in (one, other)]
+        first = [k for k in row[start:end] if k in between]
+        row[start:end] = [*first, some[0], *rest, *[None] * (end - start - 1 - len(first) - len(rest))]
+        place.update((k, at) for at, k in enumerate(row[start:end], start) if k is not None)
 
-    def waits_by_others(self, home: int, one: int, other: int) -> bool:
-        """Whether a kernel of a computation waits for another one by way of a third, or of a loop."""
-        stack, seen, part = [one], {one, other}, self.part(home)
+    def between(self, home: int, one: int, other: int) -> set[int] | None:
+        """What a kernel waits for that is behind another one in the row of their computation; None if a third waits for that other."""
+        if home not in self.rows:
+            self.put_in_order(home)
+        place, part = self.places[home], self.part(home)
+        start, stack, seen = place[other], [one], {one}
         while stack:
             at = stack.pop()
-            before = self.entering[~at] if at < 0 else (m for n in self.members[at] for m in self.waits[n])
-            for k in dict.fromkeys(map(part, before)):
+            for k in self.before(at, part):
                 if k == other and at != one:
-                    return True
-                if k is not None and k not in seen:
+                    return None
+                if k not in seen and place[k] > start:
                     seen.add(k)
                     stack.append(k)
-        return False
+        return seen - {one}
+
+    def put_in_order(self, home: int) -> None:
+        part = self.part(home)
+        parts = dict.fromkeys(k for k in map(part, range(len(self.waits))) if k is not None)
+        row = in_order({k: self.before(k, part) for k in parts})
+        assert row is not None
+        self.rows[home] = [*row]
+        self.places[home] = {k: at for at, k in enumerate(row)}
+
+    def before(self, at: int, part: Callable[[int], int | None]) -> dict[int, None]:
+        """The kernels and loops that a kernel, or ~loop, waits for."""
+        before = self.entering[~at] if at < 0 else (m for n in self.members[at] for m in self.waits[n])
+        return {k: None for m in before if (k := part(m)) is not None and k != at}
 
     def part(self, home: int) -> Callable[[int], int | None]:
         """Task -> the kernel of a computation that it is of, or ~loop; None outside of the computation."""
@@ -250,6 +276,11 @@ def order_of(kept: Iterable[int], waits: Sequence[tuple[int, ...]], leader: Sequ
     before: dict[int, dict[int, None]] = {}
     for n in kept:
         before.setdefault(leader[n], {}).update((leader[m], None) for m in waits[n] if leader[m] != leader[n])
+    return in_order(before)
+
+
+def in_order(before: Mapping[int, Iterable[int]]) -> list[int] | None:
+    """Those that wait, each behind those that it waits for; None if some wait for each other."""
     out: list[int] = []
     done: dict[int, bool] = {}  # False while what it waits for is visited
     for root in before:
