@@ -116,8 +116,10 @@ def _warn_of_constants(consts: list[Any]) -> None:
     """Warns of large arrays that the step closes over: parameters that were meant to be arguments."""
     large = [x for x in consts if getattr(x, "nbytes", 0) >= LARGE_CONSTANT_BYTES]
     if large:
-        size, first = format_memory(sum(x.nbytes for x in large)), format_array(large[0])
+        size, first, several = format_memory(sum(x.nbytes for x in large)), format_array(large[0]), len(large) > 1
+        what = f"{len(large)} large arrays, {size} in all (the first is {first})" if several else f"a large array, {first}, {size}"
+        it, arguments = ("them", "arguments") if several else ("it", "an argument")
         warn(
-            f"the step closes over {len(large)} large arrays, {size} in all (the first is {first}): every device holds them whole, and "
-            "no plan shards them.\n  way out: make them arguments of the step"
+            f"the step closes over {what}: every device holds {it} whole, and no plan shards {it}.\n"
+            f"  way out: make {it} {arguments} of the step"
         )
