@@ -570,9 +570,7 @@ def test_what_is_changed_and_returned_or_in_a_dict_is_no_mistake():
 
 def test_parameters_that_the_step_closes_over_are_named():
     params = jnp.ones((512, 512))
-    said = (
-        r"over a large array, float32\[512,512\], 1 MiB: every device holds it whole(.|\n)*way out: make it an argument of"
-    )
+    said = r"over a large array, float32\[512,512\], 1 MiB: every device holds it whole(.|\n)*way out: make it an argument of"
     with pytest.warns(ShardingWarning, match=said):
         planned(lambda x: x @ params, (jax.ShapeDtypeStruct((8, 512), np.float32),))
 

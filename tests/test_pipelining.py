@@ -18,6 +18,7 @@ from shardplan.xla import available, compile
 from shardplan.xla.compiler.compile import lower_for
 from shardplan.xla.hlo.schedule import seconds
 from shardplan.xla_model.compiler_options import DEFAULT, PIPELINING, XlaOptions
+from shardplan.xla_model.timeline import spans
 
 GATHERS = XlaOptions(frozenset({"all-gather"}))
 MESH = AbstractMesh((8,), ("data",), axis_types=(AxisType.Auto,))
@@ -110,6 +111,22 @@ def test_a_gather_behind_a_loop_whose_own_gathers_run_ahead_stays_in_its_round()
     some = program(GATHERS, step=fetched)
     layers = [found for n, found in some.pipelined.items() if len(some.graph.loop_holders[n]) > 2]
     assert layers and all(found.ahead for found in layers) and not outermost(some).twice
+
+
+def test_what_a_pipelined_gather_made_is_copied_for_the_next_round_before_the_gather_may_end():
+    """So the sums of gradients end last in a round, and the gather hides behind what is computed before them."""
+    some = program(GATHERS, step=fetched)
+    home = max(some.pipelined, key=lambda n: len(some.graph.loop_holders[n]))
+    (tasks, nested, members), _ = some.listed(home)
+    starts = [start for start, _ in spans(tasks, nested)]
+    at = {some.tasks.kind(n): starts[m] for m, (_, n) in members.items() if tasks[m].collective}
+    assert at["all-gather"] < at["reduce-scatter"]
+
+
+def test_sums_of_gradients_of_weights_that_a_layer_gathers_are_planned_as_the_reduce_scatters_that_xla_makes():
+    found = planned(step=fetched).context.planned
+    kinds = {step.kind for (i, _), steps in found.moved.items() for step in steps if found.graph.ops[i].phase == "backward"}
+    assert "reduce-scatter" in kinds and "all-reduce" not in kinds
 
 
 def test_the_last_round_stands_behind_the_loop_and_its_stacks_are_in_memory_before():

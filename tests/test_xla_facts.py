@@ -160,6 +160,22 @@ def test_a_sum_that_is_sliced_over_all_its_axes_is_scattered_unless_it_is_read_w
     assert found == (["all-reduce over data,model: f32:524288 + f32[1024]"] if whole else apart)
 
 
+@pytest.mark.parametrize("read", ["sliced", "whole"])
+def test_a_sum_that_is_handed_on_by_constraints_and_transposes_and_then_sliced_is_scattered(read):
+    """As the gradient of weights that a layer gathers for itself."""
+
+    def fn(rows, x):
+        def layer(total, row):
+            grad = constrain((row.T @ x).T, s(None, None))
+            return total + (jnp.tanh(grad).sum() if read == "whole" else 0), constrain(grad, s("model", None))
+
+        return jax.lax.scan(layer, jnp.zeros(()), rows)
+
+    outs = s(), s(None, "model", None)
+    found = emitted(fn, a(4, B, D), a(B, D), ins=(s(None, "model", None), s("model", None)), outs=outs)
+    assert any("reduce-scatter over model" in x for x in found) == (read == "sliced")
+
+
 def test_a_product_replicated_over_an_axis_may_be_sharded_over_it_and_permuted_unless_constrained():
     def fn(*between):
         def product(x, w):

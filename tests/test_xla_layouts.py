@@ -96,6 +96,27 @@ def test_an_input_is_transposed_before_it_is_gathered_along_an_inner_dim_unless_
     assert transposes(fn, *args, ins=(s(), s(*spec)), outs=s()) == expected
 
 
+def in_a_loop(reads):
+    def fn(x, w):
+        w = constrain(w, s())
+        if reads == "rows of it, unrolled":
+            for i in range(w.shape[0]):
+                x = constrain(jnp.tanh(x @ w[i]), s("data"))
+            return x
+        if reads == "rows of it":
+            return jax.lax.scan(lambda x, w: (constrain(jnp.tanh(x @ w), s("data")), None), x, w)[0]
+        return jax.lax.scan(lambda x, _: (constrain(jnp.tanh(x @ w), s("data")), None), x, None, length=4)[0]
+
+    return fn
+
+
+@pytest.mark.parametrize(("reads", "kernels"), [("rows of it", 1), ("all of it", 1), ("rows of it, unrolled", 0)])
+def test_what_a_loop_reads_is_row_major_also_if_it_was_gathered_along_an_inner_dim(reads, kernels):
+    w, spec = (a(2048, 2048), s(None, "model")) if reads == "all of it" else (a(4, 2048, 2048), s(None, "model"))
+    found = transposes(in_a_loop(reads), a(1024, 2048), w, ins=(s("data"), spec), outs=s("data"))
+    assert [x for x in found if x.startswith("behind")] == [f"behind {8 if w.ndim == 2 else 32}"] * kernels
+
+
 ALL = ("data", "model")
 BLOCKS = {
     ("rows", 0, 1): ["before 8"],  # its second rows are the blocks that a product's result is sent in

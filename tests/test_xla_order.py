@@ -38,7 +38,13 @@ GATHER, CAST = Task(3e-4, True, ()), Task(1e-4, False, ())
 @pytest.mark.parametrize("several, found", [(False, "s0 k1 k3 e0 k2 k4"), (True, "s0 k1 e0 k2 k3 k4")])
 def test_a_kernel_stalls_behind_one_of_several_results(several, found):
     # 0 is gathered for 1 -> 2 -> 4; 3 is a cast for 4. Two results of 2 let the cast be placed next to 4, where it hides nothing.
-    tasks = [GATHER, CAST, Task(1e-4, False, (0, 1), several=several), CAST, Task(1e-4, False, (2, 3))]
+    tasks = [GATHER, CAST, Task(1e-4, False, (0, 1), viewed=several), CAST, Task(1e-4, False, (2, 3))]
+    assert order(*tasks) == found
+
+
+@pytest.mark.parametrize("views, found", [(False, "s0 k1 k3 e0 k2 k4"), (True, "s0 k1 e0 k2 k3 k4")])
+def test_a_kernel_stalls_before_one_that_reads_it_through_a_view(views, found):
+    tasks = [GATHER, CAST, Task(1e-4, False, (0, 1)), CAST, Task(1e-4, False, (2, 3), views=views)]
     assert order(*tasks) == found
 
 

@@ -97,7 +97,7 @@ class EdgeFacts:
         coupled_state: what the optimizer computes with together with the array, if this may be a partial sum.
         order: what fixes the order of its dims in memory; None where nothing does.
         in_fusion: it is read inside a fusion.
-        sliced_bytes: bytes from which a loop slices rows, or 0.
+        loop_bytes: bytes of an operand that a loop takes whole or by rows; else 0.
         accumulated_ratio: of a sum that a loop accumulates, bytes of the partial sums over bytes of the sum; else 0.
         accumulates: a loop adds the array to a carry, and does nothing else with it.
         cast_bytes: of a product's result that its kernel casts unless a reshard comes first: bytes that a kernel of its own moves then;
@@ -113,7 +113,7 @@ class EdgeFacts:
     coupled_state: CoupledState | None
     order: ArrayOrder | None
     in_fusion: bool
-    sliced_bytes: float
+    loop_bytes: float
     accumulated_ratio: float
     accumulates: bool
     cast_bytes: float
@@ -226,7 +226,7 @@ def array_facts(
     for j, op in enumerate(graph.ops):
         readers = tuple(graph.readers(op.outputs[0])) if op.traits.copy else (j,)
         in_fusion = any(rules[at].fusion in ("loop", "reduce") for at in readers)
-        sliced = any(graph.ops[at].traits.loop_slice for at in readers)
+        in_loop = any(graph.ops[at].traits.loop_operand for at in readers)
         for k, v in enumerate(op.inputs):
             if v is None:
                 continue
@@ -243,7 +243,7 @@ def array_facts(
                 state[v],
                 order if order != ArrayOrder() else None,
                 in_fusion,
-                value.bytes if sliced else 0.0,
+                value.bytes if in_loop else 0.0,
                 accumulated_ratios.get(v, 0.0),
                 (j, k) in accumulated,
                 cast.get(v, 0.0),

@@ -312,12 +312,13 @@ class DecidedProgram:
         before, (ahead, needed, twice, later, _) = self._members[home], self.pipelined.get(home, NOTHING)
         free, numbers, listing = {("task", n) for n in (*ahead, *later)}, dict[Member, int](), Listing([], {}, {})
         carried: set[int] = set()  # what makes the arrays that pipelining copies from round to round
+        gathered = {("task", n) for n in ahead} if pipelined and not self.options.double_buffering else ()
         for name in self._orders[home]:
             waits = tuple(sorted({numbers[m] for m in before[name] if m in numbers}))
             if name in free:
                 if pipelined and (name[1] in later or not before[name]):
                     listing.collective(name[1], self._task_seconds.collective(name[1], ()))
-                carried.update(waits)
+                carried.update(waits if name not in gathered else ())
             elif pipelined or name in twice or name not in needed:
                 self._list(name, waits, listing)
                 numbers[name] = len(listing.tasks) - 1
@@ -327,6 +328,7 @@ class DecidedProgram:
         around_s = sum(self._task_seconds.staging_s(n) for n in (*ahead, *later)) + copied_s
         if free and pipelined and around_s:
             listing.members.pop(len(listing.tasks), None)
+            carried.update(n for n, name in listing.members.items() if name in gathered)
             listing.tasks.append(Task(around_s, False, tuple(sorted(carried))))
         return listing, numbers
 

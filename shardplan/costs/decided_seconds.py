@@ -61,7 +61,21 @@ class TaskSeconds:
         if not self.profiled:
             kind, product = self._kinds.get(n) or ("rows" if group in kernels.rows else "fused", ())
             estimate_s = kernel_estimate_s(kind, seconds, self._latency_bound_bytes.get(n, inf), self.network.space.cluster, product)
-        return Task(seconds, False, (), False, estimate_s, self.tasks.results[n] > 1, kernels.inputs.get(group, 0))
+        viewed = self.tasks.results[n] > 1 or n in self._rows
+        return Task(seconds, False, (), False, estimate_s, viewed, kernels.inputs.get(group, 0), n in self._split)
+
+    @cached_property
+    def _rows(self) -> set[int]:
+        """Tasks that read a row of a stack and nothing else: the row has a dim of one element, which a view leaves out."""
+        computed: dict[int, list[int]] = {}
+        for j, n in self.tasks.computed.items():
+            computed.setdefault(self.joined[0][n], []).append(j)
+        return {n for n, (j, *more) in computed.items() if not more and self.graph.ops[j].traits.loop_slice}
+
+    @cached_property
+    def _split(self) -> set[int]:
+        """Tasks of products that are split in parts: views of their operands have the parts as a dim."""
+        return {n for n, merged in self._products.items() if self._sizes_and_parts(merged)[1] > 1}
 
     @cached_property
     def _merged_seconds(self) -> dict[int, float]:
@@ -102,15 +116,20 @@ class TaskSeconds:
         return found | {n: self._product_kind(merged) for n, merged in self._products.items()}
 
     def _product_kind(self, merged: Sequence[int]) -> tuple[KernelKind, Sequence[int]]:
-        op, space = self.graph.ops[merged[0]], self.network.space
+        op = self.graph.ops[merged[0]]
         if itemsize(op.ins[0].dtype) >= 4:
             return "float32 product", ()
-        found = [local_sizes(self.graph.ops[j], (of := space.strategies[j]), self.states[j] % len(of), space.mesh) for j in merged]
-        sizes = merged_sizes(found, self._shared(merged))
-        parts = product_parts(op, sizes, space.cluster.device)
+        sizes, parts = self._sizes_and_parts(merged)
         in_float32 = parts > 1 or op.outs[0].dtype == np.float32
         kind = "float32 sums" if in_float32 else "float16 product" if op.ins[0].dtype == np.float16 else "product"
         return kind, (sizes[0] * parts, *sizes[1:3], sizes[3] // parts)
+
+    def _sizes_and_parts(self, merged: Sequence[int]) -> tuple[tuple[int, ...], int]:
+        """Sizes of the product that some are as one kernel, and in how many parts it is split."""
+        space = self.network.space
+        found = [local_sizes(self.graph.ops[j], (of := space.strategies[j]), self.states[j] % len(of), space.mesh) for j in merged]
+        sizes = merged_sizes(found, self._shared(merged))
+        return sizes, product_parts(self.graph.ops[merged[0]], sizes, space.cluster.device)
 
     @cached_property
     def _latency_bound_bytes(self) -> dict[int, float]:

@@ -23,7 +23,7 @@ import numpy as np
 from shardplan.costs.array_edges import ArrayEdge
 from shardplan.costs.options import CostCorrections
 from shardplan.costs.pricing import CombinedGroups, CombinedPrices, Pricing
-from shardplan.costs.sliced_sums import scattered, slices_sum
+from shardplan.costs.sliced_sums import SlicedSums
 from shardplan.costs.space import StrategySpace
 from shardplan.costs.split_products import local_groups
 from shardplan.costs.states import PS, StateBlocks
@@ -236,13 +236,11 @@ class CostNetwork:
 
         With `ops`, only of arrays that one of these makes or reads.
         """
-        space = self.space
-        for edge in space.edge_ends.resharded(strategies, ops):
-            if edge.consumer not in retained and (steps := self._edge_path(edge, strategies)):
-                if slices_sum(steps):
-                    every = (self._edge_path(other, strategies) for other in space.edges_of[edge.value])
-                    steps = scattered(steps, every, space.graph.values[edge.value].shape, space.mesh, space.cluster)
-                yield edge.consumer, edge.operand, edge.value, steps
+        sums = SlicedSums(self.space, lambda edge: self._edge_path(edge, strategies))
+        for edge in self.space.edge_ends.resharded(strategies, ops):
+            steps = () if edge.consumer in retained else self._edge_path(edge, strategies)
+            if steps and (emitted := sums.emitted(edge, steps)):
+                yield edge.consumer, edge.operand, edge.value, emitted
 
     def _edge_path(self, edge: ArrayEdge, strategies: Sequence[int] | np.ndarray) -> tuple[ReshardStep, ...]:
         """The reshard path of an array edge."""

@@ -188,13 +188,14 @@ def _beyond_collectives(
         inner = [d for n, d in enumerate(order) if prod(shape[e] for e in order[:n]) > 1]
         seconds = sum(np.maximum(latency, 2 * n / targets.shards / rate) for n in template.coupled_state.bytes)
         yield np.where(sources.partial_axes[:, None] & targets.sharding_axes(inner), seconds, 0.0)
-    if template.sliced_bytes or (template.in_fusion and not (template.order and template.order.input_bytes)):
+    if template.loop_bytes or (template.in_fusion and not (template.order and template.order.input_bytes)):
         # Parts gathered along any dim but the outermost lie one after the other. A product reads them so; an elementwise op would
         # hand the order on to all ops behind it, and XLA's fused normalisations need rows. The kernel that transposes them reads and
-        # writes bytes that are moved anyway, but for those that a loop slices rows from; an input is transposed before.
+        # writes bytes that are moved anyway, but for those of a loop's operand, which is row-major (fact: layout-loop-operands); an
+        # input is transposed before.
         inner = [d for d in range(len(shape)) if prod(shape[:d]) > 1]
         gathered = sources.sharding_axes(inner)[:, None] & ~targets.sharding_axes()
-        yield np.where(gathered, np.maximum(latency, 2 * template.sliced_bytes / targets.shards / rate), 0.0)
+        yield np.where(gathered, np.maximum(latency, 2 * template.loop_bytes / targets.shards / rate), 0.0)
     if template.cast_bytes:
         yield np.where(sources.equal(targets), 0.0, np.maximum(latency, template.cast_bytes / targets.shards / rate))
     if template.addend_dims is not None:

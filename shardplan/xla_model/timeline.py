@@ -6,8 +6,8 @@
 `Streams` runs kernels and collectives in a given order: of a compiled program that of its HLO, of a decided program that of
 `latency_hiding_order`. XLA's latency-hiding scheduler builds the order of a computation from its end, by its own estimates of seconds
 (`latency_estimate.py`). A task may be placed once its readers all are, without a stall `EDGE_S` after each of them was, twice that
-where it has several results: its readers read them through operations of no time. Of the tasks that may be placed it places, one at a
-time,
+where they read it through views, which are operations of no time: one of several results, a row of a stack, an operand of a split
+product. Of the tasks that may be placed it places, one at a time,
 
     1 the end of a collective, or a loop with collectives inside, if none is in flight; first without a stall, then the one behind the
       longest chain of collectives, its own seconds counted
@@ -44,8 +44,9 @@ class Task(NamedTuple):
     before: tuple[int, ...]  # tasks of the computation that it waits for, all earlier in the list
     has_collectives: bool = False  # a loop with collectives inside: no other one is in flight meanwhile
     estimate_s: float = -1.0  # seconds by XLA's own estimate, which decides the order; by default the same
-    several: bool = False  # it has several results, so that its readers stand behind operations of no time
+    viewed: bool = False  # its readers read it through operations of no time: it has several results, or is a row of a stack
     inputs: int = 0  # how many arrays that are there from the start only this task reads
+    views: bool = False  # it reads its operands through such operations: a product that is split in parts
 
     @property
     def estimated_s(self) -> float:
@@ -207,7 +208,7 @@ class _Scheduler:
     def release(self, n: int) -> None:
         """The readers of task n are all placed."""
         task, depth, at = self.tasks[n], self.depth[n], max(self.now, self.no_stall_at[n])
-        reads_collective = any(self.tasks[m].collective and not self.tasks[m].several for m in task.before)
+        reads_collective = any(self.tasks[m].collective and not self.tasks[m].viewed for m in task.before)
         if task.collective or task.has_collectives:
             heappush(self.stalled_ends, (at, -depth - task.estimated_s * task.collective, not reads_collective, -n))
         elif task.seconds > 0:
@@ -222,7 +223,8 @@ class _Scheduler:
         self.now = at + seconds
         for m in self.tasks[n].before:
             self.readers[m] -= 1
-            no_stall_at = max(self.now, at + EDGE_S) + EDGE_S if self.tasks[m].several else at + EDGE_S
+            viewed = self.tasks[m].viewed or self.tasks[n].views
+            no_stall_at = max(self.now, at + EDGE_S) + EDGE_S if viewed else at + EDGE_S
             self.no_stall_at[m] = max(self.no_stall_at[m], no_stall_at)
             if not self.readers[m]:
                 self.release(m)
