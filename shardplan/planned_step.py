@@ -152,13 +152,17 @@ class PlannedStep:
         ]
         if not moved:
             return
-        leaf, x, planned = moved[0]
-        was = "on one device" if x.sharding.num_devices == 1 else getattr(x.sharding, "spec", x.sharding)
+        leaf, x, planned = max(moved, key=lambda found: found[1].nbytes)
+        n, wanted = x.sharding.num_devices, planned.num_devices
+        was, will = getattr(x.sharding, "spec", x.sharding), str(leaf.layout)
+        if x.sharding.device_set != planned.device_set:
+            was, will = f"{was} on {n} {'other ' * (n == wanted)}devices", f"{will} on {wanted}"
+        was = "on one device" if n == 1 else was
         was = f"{was} in {x.sharding.memory_kind}" if x.sharding.memory_kind != planned.memory_kind else was
         size = format_memory(sum(x.nbytes for _, x, _ in moved))
         warn(
             f"the call moved {len(moved)} of {len(leaves)} arrays, {size} in all, which are not where its plan wants them: "
-            f"{leaf.path} was {was}, planned is {leaf.layout}.\n"
+            f"{leaf.path} was {was}, planned is {will}.\n"
             "  ways out: state from step.init after step.plan; for a second function of one state (another batch shape, an "
             "evaluation), auto(mesh, state_like=plan)"
         )

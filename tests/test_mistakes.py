@@ -568,6 +568,12 @@ def test_what_is_changed_and_returned_or_in_a_dict_is_no_mistake():
         planned(normalised, (model, {"x": jnp.ones((8, 8))}))
 
 
+def test_recomputation_is_no_way_out_where_no_activations_are_in_memory():
+    w = jax.ShapeDtypeStruct((512, 512), np.float32)
+    with pytest.raises(ShardingError, match=r"no plan fits(.|\n)*ways out: a larger mesh, (?!jax.checkpoint)"):
+        planned(lambda w: w - 0.1, (w,), memory="4KB")
+
+
 def test_parameters_that_the_step_closes_over_are_named():
     params = jnp.ones((512, 512))
     said = r"over a large array, float32\[512,512\], 1 MiB: every device holds it whole(.|\n)*way out: make it an argument of"

@@ -67,6 +67,25 @@ def test_a_slice_is_the_sum_of_what_shards_hold_of_it(spec, rows, dtype, mesh):
     assert {kind for kind, _ in planned} == {"all-reduce"}
 
 
+POSITIONS = {
+    "slice": lambda x, i, j: lax.dynamic_slice(x, (i, j), (13, 5)),
+    "slice of one dim": lambda x, i, j: lax.dynamic_slice(x, (i, 0 * j), (13, 8)),
+    "update": lambda x, i, j: lax.dynamic_update_slice(x, -x[:13, :5], (i, j)),
+    "rows": lambda x, i, j: x.at[jnp.stack([i, j])].get(mode="fill"),
+    "added rows": lambda x, i, j: x.at[jnp.stack([i, j])].add(x[:2], mode="drop"),
+}
+
+
+@pytest.mark.parametrize("position", ["int32", "int64", "uint8"])
+@pytest.mark.parametrize("case", POSITIONS)
+def test_positions_of_any_width_do_with_integers_of_64_bits(case, position, mesh):
+    run = POSITIONS[case]
+    with jax.enable_x64(True):
+        x, at = array(32, 8), (np.asarray(7, position), np.asarray(2, position))
+        step = shardplan.auto(mesh, cluster=FAR, in_shardings=(P("x"), P(), P()), out_shardings=P())(run)
+        np.testing.assert_array_equal(step(x, *at), jax.jit(run)(x, *at))
+
+
 @pytest.mark.parametrize("mode", ["clip", "fill"])
 def test_one_row_of_a_sharded_table_is_looked_up_where_it_lies(mode, mesh):
     """XLA makes a slice of it, and gathers the table for that."""

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractDevice, AbstractMesh
+from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardplan
@@ -155,6 +155,14 @@ def test_a_call_that_moves_the_state_says_how_much(mesh):
     )
     same = shardplan.auto(mesh, in_shardings=(train.plan(W, W).in_shardings[0][0], None))(lambda w, x: jnp.sum(x @ w))
     assert warned(lambda: same(w, x)) == []
+
+
+def test_a_call_that_moves_the_state_names_its_largest_array_and_the_devices(mesh):
+    few = NamedSharding(jax.make_mesh((4,), ("q",), devices=jax.devices()[4:]), P())
+    state = jax.device_put({"step": jnp.zeros(()), "w": jnp.ones((64, 64))}, few)
+    planned = shardplan.auto(mesh, in_shardings=P())(lambda state: jax.tree.map(lambda x: x + 1, state))
+    (text,) = warned(lambda: planned(state))
+    assert "the call moved 2 of 2 arrays" in text and "state/w was P() on 4 devices, planned is P(None, None) on 8.\n" in text
 
 
 def test_a_state_made_before_the_plan_is_moved_once_without_a_warning(mesh):

@@ -10,6 +10,9 @@ from shardplan.ir.graph import Graph
 from shardplan.mesh.layout import MeshShape, splits_unevenly
 from shardplan.units import format_memory, listed
 
+RECOMPUTED = 0.1
+"""Part of the peak from which activations are worth computing again."""
+
 
 def pins_contradict() -> str:
     """No plan exists whatever its memory."""
@@ -37,11 +40,12 @@ def no_plan_fits(network: CostNetwork, states: tuple[int, ...], limit: float, le
     ways += [f"no pin on {listed(pinned, 3)}"] if pinned else []
     ways += ["a larger mesh"]
     ways += ["donate_argnums for the state"] if any(start not in graph.donated for start, _ in _state(graph)) else []
+    ways += [f"jax.checkpoint around {op.source}"] if shares.get("activations", 0.0) > RECOMPUTED * peak else []
     what = "no plan fits" if proven else "no plan found fits"
     return (
         f"{what} {format_memory(limit)} per device on mesh {network.space.mesh}.\n"
         f"  lowest peak found: {format_memory(peak)}, at {op.source} in {op.source.function or op.primitive}   [{parts}]{bound}\n"
-        f"  ways out: {', '.join(ways)}, jax.checkpoint around {op.source}, or memory={peak * 1.001:.4g}"
+        f"  ways out: {', '.join(ways)}, or memory={peak * 1.001:.4g}"
     )
 
 

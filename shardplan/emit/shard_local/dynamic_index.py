@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from math import prod
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from shardplan import _jax
@@ -46,7 +47,7 @@ def dynamic_slice(eqn, shards, halo_dims: HaloDims) -> list:
     at = slice_starts(starts, whole, part)
     cut = [d not in sharded and n != m for d, (n, m) in enumerate(zip(whole.shape, part.shape, strict=True))]
     sizes = [m if c else n for c, m, n in zip(cut, part.shape, x.shape, strict=True)]
-    x = lax.dynamic_slice(x, [p if c else 0 for c, p in zip(cut, at, strict=True)], sizes)
+    x = lax.dynamic_slice(x, [p if c else np.int32(0) for c, p in zip(cut, at, strict=True)], sizes)
     for d, dim in sharded.items():
         rows = at[d] - dim.start() + lax.iota("int32", part.shape[d])
         held = (rows >= 0) & (rows < x.shape[d])
