@@ -110,6 +110,20 @@ def test_whatever_layouts_are_asked_for(name):
         assert spec is None or leaf.layout.spec() == tuple(e[0] if e and len(e) == 1 else e for e in spec)
 
 
+@pytest.mark.parametrize("pins", [{"**": P()}, {"x": P("data")}, {"w": P(None, "data")}])
+def test_a_product_of_16_bits_is_rounded_as_the_program_has_it(pins):
+    """Plain steps keep it in float32 on CPUs unless told not to."""
+
+    def logits(w, x):
+        return (x.astype("bfloat16") @ w).astype("float32")
+
+    rng = np.random.default_rng(0)
+    w, x = jax.numpy.asarray(rng.normal(size=(64, 64)), "bfloat16"), np.asarray(rng.normal(size=(64, 64)), "float32")
+    got = shardplan.auto(make_mesh((8,), "auto"), pins=pins)(logits)(w, x)
+    want = jax.jit(logits, compiler_options={"xla_allow_excess_precision": False})(w, x)
+    np.testing.assert_array_equal(got, want)
+
+
 @pytest.mark.parametrize("specs", [(P(None, None, "model"), P("data")), (P(None, "data"), P(None, "model"))])
 def test_a_scan_of_one_trip(specs):
     def step(ws, x):
