@@ -35,7 +35,7 @@ def split(x, *entries):
 
 def loss(w, x, gathered, fetched=False):
     def layer(x, w):
-        w = jax.tree.map(lambda a: split(a, None, None), w) if fetched else w
+        w = jax.tree.map(lambda a: split(split(a, "data", None), None, None), w) if fetched else w
         return split(x + jnp.tanh(x @ w["up"]) @ w["down"], "data"), None
 
     x, _ = jax.lax.scan(layer, split(x, "data"), w["layers"])

@@ -114,7 +114,7 @@ def in_a_loop(reads):
 def test_what_a_loop_reads_is_row_major_also_if_it_was_gathered_along_an_inner_dim(reads, kernels):
     w, spec = (a(2048, 2048), s(None, "model")) if reads == "all of it" else (a(4, 2048, 2048), s(None, "model"))
     found = transposes(in_a_loop(reads), a(1024, 2048), w, ins=(s("data"), spec), outs=s("data"))
-    assert [x for x in found if x.startswith("behind")] == [f"behind {8 if w.ndim == 2 else 32}"] * kernels
+    assert found.count(f"behind {8 if w.ndim == 2 else 32}") == kernels
 
 
 ALL = ("data", "model")
