@@ -116,8 +116,8 @@ def test_a_gather_behind_a_loop_whose_own_gathers_run_ahead_stays_in_its_round()
 def test_what_a_pipelined_gather_made_is_copied_for_the_next_round_before_the_gather_may_end():
     """So the sums of gradients end last in a round, and the gather hides behind what is computed before them."""
     some = program(GATHERS, step=fetched)
-    home = max(some.pipelined, key=lambda n: len(some.graph.loop_holders[n]))
-    (tasks, nested, members), _ = some.listed(home)
+    backward = max(some.pipelined)  # the loop that begins last
+    (tasks, nested, members), _ = some.listed(backward)
     starts = [start for start, _ in spans(tasks, nested)]
     at = {some.tasks.kind(n): starts[m] for m, (_, n) in members.items() if tasks[m].collective}
     assert at["all-gather"] < at["reduce-scatter"]
