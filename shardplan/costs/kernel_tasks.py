@@ -5,8 +5,8 @@
 
 Ops of one group of fused ops with as many collectives and loops before them are one kernel, if they read each other or an array in
 common. So are an op and what it reads of its group, although the op waits for a collective: XLA merges a producer into its first
-consumer wherever that leaves no cycle. In the backward pass of a loop, a row of a stack is so written behind the gather that the kernel
-which reads it waits for, and the product of weights that reads it, too, hides no part of that gather.
+consumer wherever that leaves no cycle. Example: in a loop's backward pass a kernel that waits for a gather reads a row of a stack, and
+writes the row for others, too. A product of weights that reads the row then waits for the gather, and hides none of it.
 
 Facts: schedule-fused-kernels, schedule-merged-producers.
 """
@@ -70,7 +70,11 @@ class Tasks:
     inside: dict[int, int] = field(default_factory=dict)
 
     def add(self, home: int, before: Iterable[int], seconds: float = 0.0, transfer: Transfer | None = None, group: int = -1) -> int:
-        """A new task, its number; -1 for one that takes no time and waits for none."""
+        """Adds a task and returns its number.
+
+        One that takes no time and is no collective is not added if it waits for one task or none: the number of that one is returned,
+        or -1.
+        """
         waits = tuple(dict.fromkeys(n for n in before if n >= 0))
         if not seconds and transfer is None and len(waits) < 2:
             return waits[0] if waits else -1
@@ -84,11 +88,11 @@ class Tasks:
         return len(self.home) - 1
 
     def kind(self, n: int) -> str | None:
-        """Of a collective."""
+        """The kind of collective that a task is; None for a kernel."""
         return self.transfers[n].step.kind if n in self.transfers else None
 
     def apart(self, some: Iterable[int]) -> list[int]:
-        """Of some tasks in order, the first, and those that wait for none that is taken before."""
+        """Of some tasks, in ascending order, the first, and each further one that waits for none of those taken."""
         out, waiting, reached = dict[int, None](), set[int](), 0
         for n in some:
             for at in range(reached + 1, n + 1) if out else ():
@@ -101,9 +105,14 @@ class Tasks:
 
 
 def fused(tasks: Tasks, holders: Sequence[tuple[int, ...]] = ((OUTSIDE,),)) -> Tasks:
-    """The same tasks with one for the ops of each kernel, as far as none then waits for itself, and none that only joins others.
+    """The tasks with one task per kernel, numbered anew; each waits for earlier ones only.
 
-    `holders`: per loop, itself and those around it (`Graph.loop_holders`).
+    1. A task that only joins others is replaced by what it waits for (`_past_joins`).
+    2. Fused ops of one group with as many collectives before them are one kernel (`_leaders`).
+    3. A kernel that would then wait for itself is split into its ops (`_without_cycles`).
+    4. A kernel takes in the ops of its group that make what it reads, if no kernel then waits for itself (`_with_producers`).
+
+    `Tasks.inside` is not kept; `made` of an op that several tasks make is the last of them. `holders` is `Graph.loop_holders`.
     """
     past = _past_joins(tasks)
     waits = [tuple(dict.fromkeys(m for at in before for m in past[at])) for before in tasks.before]
@@ -135,7 +144,7 @@ def fused(tasks: Tasks, holders: Sequence[tuple[int, ...]] = ((OUTSIDE,),)) -> T
 
 
 def _past_joins(tasks: Tasks) -> list[tuple[int, ...]]:
-    """Per task itself, or what it waits for if it only joins others."""
+    """Per task, itself; of one without seconds that is no collective, the tasks that it waits for, past others of that kind."""
     out: list[tuple[int, ...]] = []
     for n, (seconds, before) in enumerate(zip(tasks.seconds, tasks.before, strict=True)):
         joins = not seconds and n not in tasks.transfers
@@ -144,9 +153,11 @@ def _past_joins(tasks: Tasks) -> list[tuple[int, ...]]:
 
 
 def _leaders(tasks: Tasks) -> list[int]:
-    """Per task, the first of its kernel: of a group of fused ops with as many collectives and loops before them.
+    """Per task, the first task of its kernel.
 
-    Those of them that neither read each other nor an array in common are kernels of their own.
+    Tasks are one kernel if they are of one group and loop, as many collectives and loops stand before them, and they are connected: one
+    waits for the other, both wait for one task, or both compute one op that is not written. A task that waits for none reads inputs of
+    the step; which ones is not known here, so it is connected with all.
     """
     levels: list[int] = []
     kernels: dict[tuple[int, int, int], list[tuple[int, int]]] = {}  # (first task, bits of the kernel's tasks and of what they read)
@@ -174,15 +185,17 @@ def _leaders(tasks: Tasks) -> list[int]:
 
 
 class _Merging:
-    """Kernels that become one, pair by pair, as long as none then waits for itself by way of others; a loop is one of these.
+    """Kernels that are merged in pairs, as long as none then waits for itself by way of others; a loop counts as one, loop n as ~n.
+
+    Also known as edge contraction in a directed acyclic graph, with an order that is kept topological (Pearce and Kelly, 2006).
 
     Attributes:
         tasks, waits: the tasks, and what each waits for, past those that only join others.
         leader: per task, the first of its kernel.
         members: first task of a kernel -> all of its tasks.
         holders: per loop, itself and those around it, innermost first, then OUTSIDE.
-        rows: by computation, its kernels and loops, each behind those that it waits for; None where one has left.
-        places: by computation, where each is in the row.
+        orders: by computation, its kernels and loops, each behind those that it waits for; None where one has left.
+        positions: by computation, where each is in the order.
     """
 
     def __init__(self, tasks: Tasks, waits: Sequence[tuple[int, ...]], leader: Sequence[int], holders: Sequence[tuple[int, ...]]):
@@ -190,30 +203,30 @@ class _Merging:
         self.members: dict[int, list[int]] = {}
         for n, first in enumerate(leader):
             self.members.setdefault(first, []).append(n)
-        self.rows: dict[int, list[int | None]] = {}
-        self.places: dict[int, dict[int, int]] = {}
+        self.orders: dict[int, list[int | None]] = {}
+        self.positions: dict[int, dict[int, int]] = {}
 
     def merge(self, n: int, m: int) -> None:
-        """Makes the kernels of task n and of task m, which n waits for, one, if they can be; both are of one computation."""
+        """Merges the kernel of task n with that of task m, which n waits for; not if a third kernel stands between the two."""
         one, other, home = self.leader[n], self.leader[m], self.tasks.home[n]
-        if one == other or (between := self.between(home, one, other)) is None:
+        if one == other or (between := self.kernels_between(home, one, other)) is None:
             return
         some = sorted(self.members.pop(one) + self.members.pop(other))
         self.members[some[0]] = some
         for at in some:
             self.leader[at] = some[0]
-        row, place = self.rows[home], self.places[home]
+        order, place = self.orders[home], self.positions[home]
         start, end = place.pop(other), place.pop(one) + 1
-        rest = [k for k in row[start:end] if k is not None and k not in between and k not in (one, other)]
-        first = [k for k in row[start:end] if k in between]
-        row[start:end] = [*first, some[0], *rest, *[None] * (end - start - 1 - len(first) - len(rest))]
-        place.update((k, at) for at, k in enumerate(row[start:end], start) if k is not None)
+        rest = [k for k in order[start:end] if k is not None and k not in between and k not in (one, other)]
+        first = [k for k in order[start:end] if k in between]
+        order[start:end] = [*first, some[0], *rest, *[None] * (end - start - 1 - len(first) - len(rest))]
+        place.update((k, at) for at, k in enumerate(order[start:end], start) if k is not None)
 
-    def between(self, home: int, one: int, other: int) -> set[int] | None:
-        """What a kernel waits for that is behind another one in the row of their computation; None if a third waits for that other."""
-        if home not in self.rows:
-            self.put_in_order(home)
-        place, part = self.places[home], self.part(home)
+    def kernels_between(self, home: int, one: int, other: int) -> set[int] | None:
+        """What kernel `one` waits for that is behind kernel `other` in the order; None if some of it waits for `other`."""
+        if home not in self.orders:
+            self.sort_topologically(home)
+        place, part = self.positions[home], self.member_of(home)
         start, stack, seen = place[other], [one], {one}
         while stack:
             at = stack.pop()
@@ -225,20 +238,21 @@ class _Merging:
                     stack.append(k)
         return seen - {one}
 
-    def put_in_order(self, home: int) -> None:
-        part = self.part(home)
+    def sort_topologically(self, home: int) -> None:
+        """Makes the first order of a computation."""
+        part = self.member_of(home)
         parts = dict.fromkeys(k for k in map(part, range(len(self.waits))) if k is not None)
-        row = in_order({k: self.before(k, part) for k in parts})
-        assert row is not None
-        self.rows[home] = [*row]
-        self.places[home] = {k: at for at, k in enumerate(row)}
+        order = topological_order({k: self.before(k, part) for k in parts})
+        assert order is not None
+        self.orders[home] = [*order]
+        self.positions[home] = {k: at for at, k in enumerate(order)}
 
     def before(self, at: int, part: Callable[[int], int | None]) -> dict[int, None]:
         """The kernels and loops that a kernel, or ~loop, waits for."""
         before = self.entering[~at] if at < 0 else (m for n in self.members[at] for m in self.waits[n])
         return {k: None for m in before if (k := part(m)) is not None and k != at}
 
-    def part(self, home: int) -> Callable[[int], int | None]:
+    def member_of(self, home: int) -> Callable[[int], int | None]:
         """Task -> the kernel of a computation that it is of, or ~loop; None outside of the computation."""
 
         def found(n: int) -> int | None:
@@ -262,7 +276,7 @@ class _Merging:
 def _with_producers(
     tasks: Tasks, waits: Sequence[tuple[int, ...]], leader: Sequence[int], holders: Sequence[tuple[int, ...]]
 ) -> list[int]:
-    """The kernels, each one with those of its group that make what it reads."""
+    """Per task, the first of its kernel, after kernels are merged with those of their group that make what they read."""
     merging, group, home = _Merging(tasks, waits, leader, holders), tasks.group, tasks.home
     for n, before in enumerate(waits):
         for m in before:
@@ -272,15 +286,15 @@ def _with_producers(
 
 
 def order_of(kept: Iterable[int], waits: Sequence[tuple[int, ...]], leader: Sequence[int]) -> list[int] | None:
-    """The first tasks of kernels, each behind those that its kernel waits for; None if some wait for each other."""
+    """The first tasks of kernels, each behind those that its kernel waits for; None if there is a cycle."""
     before: dict[int, dict[int, None]] = {}
     for n in kept:
         before.setdefault(leader[n], {}).update((leader[m], None) for m in waits[n] if leader[m] != leader[n])
-    return in_order(before)
+    return topological_order(before)
 
 
-def in_order(before: Mapping[int, Iterable[int]]) -> list[int] | None:
-    """Those that wait, each behind those that it waits for; None if some wait for each other."""
+def topological_order(before: Mapping[int, Iterable[int]]) -> list[int] | None:
+    """The keys and what they wait for, each behind what it waits for; None if there is a cycle."""
     out: list[int] = []
     done: dict[int, bool] = {}  # False while what it waits for is visited
     for root in before:
@@ -304,7 +318,7 @@ def in_order(before: Mapping[int, Iterable[int]]) -> list[int] | None:
 def _without_cycles(
     tasks: Tasks, waits: Sequence[tuple[int, ...]], leader: Sequence[int], holders: Sequence[tuple[int, ...]]
 ) -> list[int]:
-    """The kernels but for those that would wait for themselves, a loop taken as a whole: their ops are kernels of their own."""
+    """Per task, the first of its kernel, after kernels that wait for themselves by way of others are split into their ops."""
     size, first, home = len(leader), np.array(leader, np.int64), np.array(tasks.home, np.int64)
     after = np.repeat(np.arange(size), [len(before) for before in waits])
     before = np.fromiter((m for some in waits for m in some), np.int64, len(after))

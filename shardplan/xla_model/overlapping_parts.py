@@ -27,7 +27,7 @@ LAUNCH_BYTES = 5e5
 
 Written = Callable[[int], bool]
 ReadArray = Callable[[int], int]
-"""Whether a value is in memory; and the array that is read for it (`kernel_groups.read_array`)."""
+"""Whether a value is in memory; and the array that is read for it (`fusible.read_array`)."""
 
 
 def overlapping(graph: Graph, rules: Sequence[Rule]) -> dict[int, float]:

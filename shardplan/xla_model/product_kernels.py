@@ -1,9 +1,10 @@
 """What products compute besides: XLA makes their kernels, of Triton, before any other.
 
     before    elementwise work on one array, inputs of the computation and numbers is computed again inside every product that reads it;
-              so is a cast to a wider dtype, and one to a narrower dtype of an input that nothing else reads; not two bounds in a row
-    behind    a product writes a transpose of its result instead, or what elementwise work on it alone makes in a narrower dtype, or
-              with an input of the computation, the step's or a loop's, in no wider one
+              so is a cast to a wider dtype, and one to a narrower dtype of an input that nothing else reads. Two bounds in a row, a max
+              of a min, are written before the product
+    behind    a product writes a transpose of its result instead; or what elementwise work on it alone makes in a narrower dtype; or
+              elementwise work that also reads an input of the step or of the loop, if its dtype is no wider
 
 Facts: fusion-matmul-prologue, fusion-matmul-prologue-cast, fusion-matmul-prologue-clamp, fusion-matmul-epilogue, fusion-matmul-carry.
 """
@@ -21,11 +22,12 @@ from shardplan.xla_model.physical_order import transposed_product
 
 
 def prologues(graph: Graph, rules: Sequence[Rule]) -> dict[int, int]:
-    """Value that XLA computes inside the products that read it -> the one array that it computes it of, reading it once.
+    """Value that XLA computes inside the products that read it -> the one array that it is computed of.
 
-    A cast to a narrower dtype, a selection or a second use of the array (gelu's) is written before the product, and so is work with
-    anything that is no input of the computation as it is: a mean, a weight that is cast, a row of a stack. Of what then follows only a
-    cast is left to the product: other work moves as many bytes either way, and belongs to the kernel before.
+    Such a value is elementwise work on one array, inputs of the computation and numbers, or a cast of one array. Not so: a cast to a
+    narrower dtype (`_narrows`), a selection, two bounds (`_clamps`), work that reads the array twice, as gelu's does, and work with
+    another computed operand: a mean, a weight that was cast, a row of a stack. If the array is elementwise work itself and is written,
+    only a cast is left to the product: other work moves as many bytes either way, and is taken to be part of the kernel before.
     """
     possible: dict[int, int] = {}
     for op in graph.ops:
@@ -46,12 +48,12 @@ def prologues(graph: Graph, rules: Sequence[Rule]) -> dict[int, int]:
 
 
 def _is_written_before(graph: Graph, rules: Sequence[Rule], op: Op) -> bool:
-    """Whether no product that reads an op's result computes it: a cast to a narrower dtype, or two bounds that no product makes."""
+    """Whether no product computes an op for itself, although it is elementwise: a narrowing cast, or the second of two bounds."""
     return _narrows(graph, op) or (_clamps(graph, op) and not _follows_product(graph, rules, op))
 
 
 def _follows_product(graph: Graph, rules: Sequence[Rule], op: Op) -> bool:
-    """Whether an op is the last of a chain of which each reads the one before, which nothing else reads, and a product the first."""
+    """Whether an op ends a chain that a product's kernel can compute: each op reads the one before, which nothing else reads."""
     at = graph.values[op.outputs[0]].producer[0]
     while not (graph.ops[at].traits.matmul and rules[at].fusion == "none"):
         made = [v for v in graph.ops[at].inputs if v is not None and graph.values[v].shape and not _is_input(graph, v)]
@@ -147,9 +149,11 @@ def computed_on_the_way(graph: Graph, v: int, w: int) -> Iterator[int]:
 
 
 def _follows(graph: Graph, rules: Sequence[Rule], at: int) -> bool:
-    """Whether an op is elementwise work that reads one array, scalars and inputs of the computation, or a copy.
+    """Whether a product's kernel can compute an op behind the product.
 
-    Outside of loops the optimizer is none: it reads gradients that were summed over devices, in all but few steps.
+    It can if the op is elementwise, a cast or a transpose, and reads one computed array; other operands are scalars and inputs of the
+    computation. A copy stands for nothing if its readers take any layout. Ops of the optimizer outside of loops do not count: the
+    planner assumes that a collective stands between them and the product, as in all but few steps. This is no rule of XLA.
     """
     op = graph.ops[at]
     if op.traits.copy:
