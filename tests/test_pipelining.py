@@ -124,9 +124,15 @@ def test_what_a_pipelined_gather_made_is_copied_for_the_next_round_before_the_ga
 
 
 def test_sums_of_gradients_of_weights_that_a_layer_gathers_are_planned_as_the_reduce_scatters_that_xla_makes():
-    found = planned(step=fetched).context.planned
-    kinds = {step.kind for (i, _), steps in found.moved.items() for step in steps if found.graph.ops[i].phase == "backward"}
-    assert "reduce-scatter" in kinds and "all-reduce" not in kinds
+    shown = [c.kind for d in planned(step=fetched).decisions for reshard in d.reshards for c in reshard.collectives]
+    assert shown.count("reduce-scatter") == 3 and "all-reduce" not in shown
+
+
+@pytest.mark.slow
+@compiled_for_gpus
+def test_layers_that_gather_their_weights_send_what_is_planned():
+    report = planned(step=fetched).check("h100:8")
+    assert report.collectives_ratio == pytest.approx(1, abs=0.02) and report.ok
 
 
 def test_the_last_round_stands_behind_the_loop_and_its_stacks_are_in_memory_before():

@@ -164,7 +164,7 @@ class Planned:
             while v is not None and op not in self.retained:
                 value = graph.values[v]
                 key = op, operand, self.result_layout(*value.producer), self.operand_layout(op, operand)
-                if steps := self.network.path(*key)[self.shared.get((op, operand), 0) :]:
+                if steps := self.moved.get((op, operand), ())[self.shared.get((op, operand), 0) :]:
                     found.append((k, v, key, steps))
                 maker = value.producer[0]
                 first_of_copy = graph.ops[maker].traits.copy and value.consumers[0] == (op, operand)
