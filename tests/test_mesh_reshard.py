@@ -4,6 +4,7 @@ import functools
 import itertools
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +13,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from shardplan import _jax
-from shardplan.costs.sliced_sums import scattered, slices_sum
+from shardplan.costs.sliced_sums import SlicedSums
 from shardplan.mesh import Cluster, Layout, MeshShape, Resharder, reshard_graph, seconds
 from shardplan.mesh.collective import UNCOMBINED, CollectiveKey, CombinedCollectives, staging_kernels
 from shardplan.xla_model.combining import COMBINABLE, COMBINE_THRESHOLD_BYTES, byte_factors
@@ -390,9 +391,12 @@ def test_a_sum_of_one_reader_is_not_sliced_whole_though_all_reduces_share_their_
         ((250, 8) if axes == "xy" else (255, 8), [steps], "h100", ["all-reduce", "slice"]),
         ((256, 8), [steps], "cpu", ["all-reduce", "slice"]),
     ):
-        emitted = scattered(steps, every, shape, MESHES[1], CLUSTERS[cluster])
+        edges = [SimpleNamespace(value=0, consumer=n) for n in range(len(every))]
+        graph = SimpleNamespace(values=[SimpleNamespace(shape=shape)])
+        space = SimpleNamespace(edges_of={0: edges}, graph=graph, mesh=MESHES[1], cluster=CLUSTERS[cluster])
+        emitted = SlicedSums(space, lambda edge, every=every: every[edge.consumer]).emitted(edges[every.index(steps)], steps)
         assert [step.kind for step in emitted] == kinds and emitted[0].before == summed and emitted[-1].after == part
-    assert steps[0].after == whole and slices_sum(steps) and not slices_sum(steps[:1])
+    assert steps[0].after == whole
 
 
 def test_different_reductions_are_not_done_jointly():
