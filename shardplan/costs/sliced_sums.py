@@ -1,7 +1,7 @@
 """A sum that is completed and then sliced over all its axes: if nothing reads it whole, XLA reduce-scatters it instead.
 
     all-reduce over x, y -> slice over x, y     of the only reader, or of each of them: a reduce-scatter over x, y
-    all-reduce -> transpose, constraint -> slice    so, too, if all that read it, and what it is handed on as, slice it alike
+    all-reduce -> transpose, constraint -> slice    so, too, if all that read it, or what hands it on, slice it the same way
     all-reduce over x, y -> slice over x        stays: other sums over x, y are combined with the all-reduce
     all-reduce over x, y -> slice over x, y     of one reader, while another one reads the whole sum: stays, as into unequal blocks
 

@@ -48,7 +48,7 @@ def prologues(graph: Graph, rules: Sequence[Rule]) -> dict[int, int]:
 
 
 def _is_written_before(graph: Graph, rules: Sequence[Rule], op: Op) -> bool:
-    """Whether no product computes an op for itself, although it is elementwise: a narrowing cast, or the second of two bounds."""
+    """Whether no product computes an op for itself, although it is elementwise: a cast to a narrower dtype, or two bounds."""
     return _narrows(graph, op) or (_clamps(graph, op) and not _follows_product(graph, rules, op))
 
 
