@@ -23,7 +23,7 @@ from typing import NamedTuple
 from shardplan.costs.combined_transfers import Combiner
 from shardplan.costs.decided_seconds import TaskSeconds, op_bytes
 from shardplan.costs.decided_tasks import decided_tasks
-from shardplan.costs.kernel_tasks import OUTSIDE, Tasks, waiting_for_each_other
+from shardplan.costs.kernel_tasks import OUTSIDE, Tasks, topological_order, waiting_for_each_other
 from shardplan.costs.network import CostNetwork
 from shardplan.costs.pipelining import NOTHING, Member, Pipelined, Pipelining
 from shardplan.ilp.solver.problem import sum_over_intervals
@@ -242,32 +242,19 @@ class DecidedProgram:
         Raises:
             _CycleError: tasks wait for each other.
         """
-        return {home: list(self._order(home, waits, self._joined[0])) for home, waits in self._members.items()}
+        return {home: self._order(home, waits, self._joined[0]) for home, waits in self._members.items()}
 
-    def _order(self, home: int, waits: Mapping[Member, Mapping[Member, None]], one: Sequence[int]) -> Iterator[Member]:
+    def _order(self, home: int, waits: Mapping[Member, Mapping[Member, None]], one: Sequence[int]) -> list[Member]:
         """The members of a computation in the order of its HLO: from its results back, each operand before its reader."""
         roots = [
             self.member(n, home, one)
             for n in self.tasks.roots.get(home, ())
             if n >= 0 and home in self.graph.loop_holders[self.tasks.home[n]]
         ]
-        done: dict[Member, bool] = {}  # False while its operands are visited
-        for root in (*roots, *waits):
-            stack = [(root, iter(waits[root]))] if root not in done else []
-            done.setdefault(root, False)
-            while stack:
-                name, operands = stack[-1]
-                for operand in operands:
-                    if operand not in done:
-                        done[operand] = False
-                        stack.append((operand, iter(waits[operand])))
-                        break
-                    if not done[operand]:
-                        raise _CycleError
-                else:
-                    done[name] = True
-                    stack.pop()
-                    yield name
+        order = topological_order({name: waits[name] for name in (*roots, *waits)})
+        if order is None:
+            raise _CycleError
+        return order
 
     @cached_property
     def _pipelining(self) -> Pipelining:

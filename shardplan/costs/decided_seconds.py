@@ -13,7 +13,7 @@ from shardplan._jax import itemsize
 from shardplan.costs.kernel_tasks import Tasks
 from shardplan.costs.merged_products import saved_seconds
 from shardplan.costs.network import CostNetwork
-from shardplan.costs.split_products import local_sizes, merged_sizes, product_parts
+from shardplan.costs.split_products import Sizes, local_sizes, merged_sizes, product_parts
 from shardplan.ir.graph import Graph
 from shardplan.mesh import collective
 from shardplan.xla_model.latency_estimate import KernelKind, collective_estimate_s, kernel_estimate_s
@@ -62,7 +62,9 @@ class TaskSeconds:
             kind, product = self._kinds.get(n) or ("rows" if group in kernels.rows else "fused", ())
             estimate_s = kernel_estimate_s(kind, seconds, self._latency_bound_bytes.get(n, inf), self.network.space.cluster, product)
         viewed = self.tasks.results[n] > 1 or n in self._rows
-        return Task(seconds, False, (), False, estimate_s, viewed, kernels.inputs.get(group, 0), n in self._split)
+        return Task(
+            seconds, False, (), False, estimate_s, viewed, kernels.inputs.get(group, 0), self._sizes_and_parts.get(n, (None, 1))[1] > 1
+        )
 
     @cached_property
     def _rows(self) -> set[int]:
@@ -71,11 +73,6 @@ class TaskSeconds:
         for j, n in self.tasks.computed.items():
             computed.setdefault(self.joined[0][n], []).append(j)
         return {n for n, (j, *more) in computed.items() if not more and self.graph.ops[j].traits.loop_slice}
-
-    @cached_property
-    def _split(self) -> set[int]:
-        """Tasks of products that are split in parts: views of their operands have the parts as a dim."""
-        return {n for n, merged in self._products.items() if self._sizes_and_parts(merged)[1] > 1}
 
     @cached_property
     def _merged_seconds(self) -> dict[int, float]:
@@ -113,23 +110,26 @@ class TaskSeconds:
         for j, n in self.tasks.computed.items():
             if self.graph.ops[j].traits.convolution:
                 found[n] = "convolution", ()
-        return found | {n: self._product_kind(merged) for n, merged in self._products.items()}
+        return found | {n: self._product_kind(n) for n in self._products}
 
-    def _product_kind(self, merged: Sequence[int]) -> tuple[KernelKind, Sequence[int]]:
-        op = self.graph.ops[merged[0]]
+    def _product_kind(self, n: int) -> tuple[KernelKind, Sequence[int]]:
+        op = self.graph.ops[self._products[n][0]]
         if itemsize(op.ins[0].dtype) >= 4:
             return "float32 product", ()
-        sizes, parts = self._sizes_and_parts(merged)
+        sizes, parts = self._sizes_and_parts[n]
         in_float32 = parts > 1 or op.outs[0].dtype == np.float32
         kind = "float32 sums" if in_float32 else "float16 product" if op.ins[0].dtype == np.float16 else "product"
         return kind, (sizes[0] * parts, *sizes[1:3], sizes[3] // parts)
 
-    def _sizes_and_parts(self, merged: Sequence[int]) -> tuple[tuple[int, ...], int]:
-        """Sizes of the product that some are as one kernel, and in how many parts it is split."""
-        space = self.network.space
-        found = [local_sizes(self.graph.ops[j], (of := space.strategies[j]), self.states[j] % len(of), space.mesh) for j in merged]
-        sizes = merged_sizes(found, self._shared(merged))
-        return sizes, product_parts(self.graph.ops[merged[0]], sizes, space.cluster.device)
+    @cached_property
+    def _sizes_and_parts(self) -> dict[int, tuple[Sizes, int]]:
+        """Task of products -> sizes of the one product that they are, and in how many parts it is split."""
+        space, out = self.network.space, dict[int, tuple[Sizes, int]]()
+        for n, merged in self._products.items():
+            found = [local_sizes(self.graph.ops[j], (of := space.strategies[j]), self.states[j] % len(of), space.mesh) for j in merged]
+            sizes = merged_sizes(found, self._shared(merged))
+            out[n] = sizes, product_parts(self.graph.ops[merged[0]], sizes, space.cluster.device)
+        return out
 
     @cached_property
     def _latency_bound_bytes(self) -> dict[int, float]:

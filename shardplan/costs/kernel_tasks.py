@@ -293,25 +293,26 @@ def order_of(kept: Iterable[int], waits: Sequence[tuple[int, ...]], leader: Sequ
     return topological_order(before)
 
 
-def topological_order(before: Mapping[int, Iterable[int]]) -> list[int] | None:
+def topological_order(before: Mapping[T, Iterable[T]]) -> list[T] | None:
     """The keys and what they wait for, each behind what it waits for; None if there is a cycle."""
-    out: list[int] = []
-    done: dict[int, bool] = {}  # False while what it waits for is visited
+    out: list[T] = []
+    done: dict[T, bool] = {}  # False while what it waits for is visited
     for root in before:
         stack = [] if root in done else [(root, iter(before[root]))]
         done.setdefault(root, False)
         while stack:
             at, left = stack[-1]
-            m = next((m for m in left if not done.get(m, False)), None)
-            if m is None:
+            for m in left:
+                if m not in done:
+                    done[m] = False
+                    stack.append((m, iter(before[m])))
+                    break
+                if not done[m]:
+                    return None
+            else:
                 done[at] = True
                 out.append(at)
                 stack.pop()
-            elif m in done:
-                return None
-            else:
-                done[m] = False
-                stack.append((m, iter(before[m])))
     return out
 
 

@@ -1,7 +1,8 @@
 """A sum that is completed and then sliced over all its axes: if nothing reads it whole, XLA reduce-scatters it instead.
 
     all-reduce over x, y -> slice over x, y     of the only reader, or of each of them: a reduce-scatter over x, y
-    all-reduce -> transpose, constraint -> slice    so, too, if all that read it, or what hands it on, slice it the same way
+    all-reduce -> transpose, constraint         so, too, if all that read it, or what hands it on, slice it the same way
+               -> slice, all over x, y
     all-reduce over x, y -> slice over x        stays: other sums over x, y are combined with the all-reduce
     all-reduce over x, y -> slice over x, y     of one reader, while another one reads the whole sum: stays, as into unequal blocks
 
@@ -81,7 +82,8 @@ class SlicedSums(NamedTuple):
             if before is None:
                 return False
             if steps := self.path(before):
-                return steps[0].axes == part.axes and self.emitted(before, steps)[0].kind == "reduce-scatter" != steps[0].kind
+                sums = steps[0].kind == "all-reduce" and steps[0].axes == part.axes
+                return sums and self.emitted(before, steps)[0].kind == "reduce-scatter"
             j = before.producer
         return False
 
