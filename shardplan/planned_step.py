@@ -34,6 +34,7 @@ class PlannedStep:
         traceable: the step to be traced into a larger program on a mesh with Explicit axes.
         in_shardings: per leaf of the operands.
         donated: numbers of donated leaves.
+        returned: numbers of leaves that the step returns anew: its state.
         asked: what was planned for; None for a plan that was taken over.
     """
 
@@ -43,6 +44,7 @@ class PlannedStep:
     traceable: Callable
     in_shardings: Sequence
     donated: Sequence[int]
+    returned: Sequence[int]
     asked: Options | None = None
 
     def __call__(self, *operands, expects_move: bool = False, foreign: bool = False):
@@ -62,6 +64,10 @@ class PlannedStep:
             return self._of_other_shapes(operands, filled, expects_move)
         if self.donated:
             operands = self._with_own_buffers(operands, foreign)
+        if foreign and (placed := self._with_state_on_mesh(operands)) is not operands:
+            out = self(*placed, expects_move=expects_move)
+            self._delete_donated(jax.tree.leaves(operands))
+            return out
         try:
             return self.jitted(*operands)
         except ValueError as error:
@@ -77,7 +83,8 @@ class PlannedStep:
             raise
         leaves, tree = jax.tree.flatten(operands)
         placed = [
-            x if isinstance(x, (int, float, complex)) else jax.device_put(x, s) for x, s in zip(leaves, self.in_shardings, strict=True)
+            jax.device_put(x, s) if getattr(x, "committed", False) or n in self.returned and _is_on_no_mesh(x) else x
+            for n, (x, s) in enumerate(zip(leaves, self.in_shardings, strict=True))
         ]
         if not expects_move:
             self._warn_of_moves(leaves)
@@ -143,6 +150,21 @@ class PlannedStep:
                 leaves[n] = x.copy()
         return jax.tree.unflatten(tree, leaves)
 
+    def _with_state_on_mesh(self, operands: tuple) -> tuple:
+        """The operands, with state that no mesh knows yet put where the plan wants it; the same object where there is none.
+
+        The step returns its state on the mesh. For jit that is another type than that of arrays on no mesh, so that it would compile
+        the step again for the second call. State that jit refuses is moved as a whole later.
+        """
+        leaves, tree = jax.tree.flatten(operands)
+        put = [n for n in self.returned if _is_on_no_mesh(leaves[n])]
+        wanted = [self.in_shardings[n] for n in put]
+        if not put or not all(s.is_fully_addressable and _accepts(leaves[n], s) for n, s in zip(put, wanted, strict=True)):
+            return operands
+        for n, x in zip(put, jax.device_put([leaves[n] for n in put], wanted), strict=True):
+            leaves[n] = x
+        return jax.tree.unflatten(tree, leaves)
+
     def _warn_of_moves(self, leaves: Sequence) -> None:
         """Warns of arrays that lie otherwise than planned: whoever calls functions of other plans in turn moves the state each time."""
         moved = [
@@ -203,6 +225,18 @@ class PlanContext:
         """Of changes of the plan that was solved."""
         assert self.planned is not None
         return WhatIf(self.planned)
+
+
+def _is_on_no_mesh(x: Any) -> bool:
+    """Whether it is an array of NumPy, or of JAX on a device as such."""
+    if isinstance(x, jax.Array):
+        return not _jax.is_tracer(x) and not isinstance(x.sharding, jax.sharding.NamedSharding)
+    return isinstance(x, (np.ndarray, np.generic))
+
+
+def _accepts(x: Any, planned: jax.sharding.Sharding) -> bool:
+    """Whether jit takes an array that is on no mesh where another sharding is planned."""
+    return not getattr(x, "committed", False) or planned.is_fully_replicated or x.sharding.is_equivalent_to(planned, x.ndim)
 
 
 def _is_deleted(x: Any) -> bool:

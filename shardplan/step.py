@@ -423,7 +423,8 @@ class TracedStep:
         )
         if on_twin and not _jax.is_auto(self.auto.mesh):
             jitted = _jax.on_twin(jitted, self.twin, self.auto.mesh)
-        return PlannedStep(plan, self.auto.mesh, jitted, functools.partial(step, keep_types=True), in_shardings, self.traced.donated)
+        traceable, returned = functools.partial(step, keep_types=True), [a for a, _ in self.traced.tied]
+        return PlannedStep(plan, self.auto.mesh, jitted, traceable, in_shardings, self.traced.donated, returned)
 
 
 def _refuse_options(options: AutoOptions, call: Call) -> None:

@@ -1,6 +1,7 @@
 """`auto` mirrors `jax.jit`, plans once per signature, and says clearly what is wrong with what it was given."""
 
 import functools
+import logging
 import sys
 import warnings
 
@@ -148,6 +149,48 @@ def test_plans_once_per_signature(mesh, params):
         same(planned(params, batch(n)), loss(params, batch(n)))
     assert len([s for s in traces if s == (32, 16)]) <= 2  # once to plan, once for its derivative rule at most
     assert planned.plan(params, batch(64)) is planned.plan(params, batch(64))
+
+
+class Compiled(logging.Handler):
+    """Counts programs of the step that jit compiles."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def emit(self, record):
+        self.count += record.getMessage().startswith("Compiling jit(step)")
+
+
+@pytest.fixture
+def compiled():
+    handler, log = Compiled(), logging.getLogger("jax._src.interpreters.pxla")
+    log.addHandler(handler)
+    with jax.log_compiles():
+        yield handler
+    log.removeHandler(handler)
+
+
+STATES = {
+    "arrays": lambda planned: create(jax.random.key(0)),
+    "numpy": lambda planned: jax.tree.map(np.asarray, create(jax.random.key(0))),
+    "init": lambda planned: planned.init(create, jax.random.key(0)),
+    "on one device": lambda planned: jax.device_put(create(jax.random.key(0)), jax.devices()[3]),
+    "as planned": lambda planned: jax.device_put(params := create(jax.random.key(0)), planned.plan(params, batch()).in_shardings[0][0]),
+}
+
+
+@pytest.mark.filterwarnings("ignore:the call moved")
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+@pytest.mark.parametrize("pins", [{}, {"params/up": P(None, "model")}], ids=["free", "sharded"])
+@pytest.mark.parametrize("made", STATES.values(), ids=STATES)
+def test_the_step_is_compiled_once_wherever_its_state_was_made(kind, pins, made, compiled):
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(getattr(jax.sharding.AxisType, kind),) * 2)
+    planned = shardplan.auto(mesh, donate_argnums=0, pins=pins)(step)
+    state = made(planned)
+    for n in range(3):
+        state, _ = planned(state, batch(seed=n))
+    assert compiled.count == 1
 
 
 OTHERS = {
