@@ -30,7 +30,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "examples"), str(ROOT / "benchmarks")]
@@ -44,6 +44,8 @@ from shardplan.mesh.kernel_clock import NO_GRAPHS, KernelEvent, kernel_events  #
 RUNS, TRACED_STEPS, WARM_S = 10, 3, 2.0
 TOGETHER = 48
 """Ops in one trace."""
+COMPILED = 8
+"""Steps that are compiled side by side, before any of them runs."""
 
 
 # ---- measuring
@@ -191,17 +193,36 @@ def measure_ops(folder: Path, end: float, only: str) -> None:
         print(f"{len(out)} of {len(todo)} ops, {end - time.time():.0f} s left", flush=True)
 
 
-def measure_step(folder: Path, one: programs.OneStep) -> str:
+class Ready(NamedTuple):
+    """A step whose two programs are compiled: as users run it, and without CUDA graphs, so that kernels keep their names."""
+
+    state: Any
+    batch: Any
+    program: Any
+    plain: Any
+    compile_s: float
+
+
+def compiled(one: programs.OneStep) -> Ready | str:
+    """The step, compiled; or what went wrong. XLA tunes kernels while no other thread's program runs or is tuned."""
+    try:
+        step, state, batch = one.make()
+        lowered = jax.jit(step, donate_argnums=0).lower(state, batch)
+        began = time.time()
+        program = lowered.compile()
+        took = time.time() - began
+        return Ready(state, batch, program, lowered.compile(NO_GRAPHS) if jax.default_backend() == "gpu" else program, took)
+    except Exception:
+        return traceback.format_exc(limit=3)
+
+
+def measure_step(folder: Path, name: str, below: int, step: Ready) -> str:
     """One whole step: host's clock with XLA's default options, kernels without CUDA graphs."""
-    began = time.time()
-    step, state_shapes, batch_shapes = one.make()
-    lowered = jax.jit(step, donate_argnums=0).lower(state_shapes, batch_shapes)
-    program = lowered.compile()
-    plain = lowered.compile(NO_GRAPHS) if jax.default_backend() == "gpu" else program
-    record: dict = {"name": one.name, "compile_s": time.time() - began, "hlo": hlo_of(plain)}
+    state_shapes, batch_shapes, program, plain, compile_s = step
+    record: dict = {"name": name, "compile_s": compile_s, "hlo": hlo_of(plain)}
     memory = program.memory_analysis()
     record["memory"] = {name: getattr(memory, name) for name in dir(memory) if name.endswith("_in_bytes")}
-    state, batch = drawn(state_shapes, one.below), drawn(batch_shapes, one.below)
+    state, batch = drawn(state_shapes, below), drawn(batch_shapes, below)
 
     def rounds(run, n: int) -> float:
         nonlocal state
@@ -221,8 +242,8 @@ def measure_step(folder: Path, one: programs.OneStep) -> str:
     events = kernel_events(lambda: rounds(plain, TRACED_STEPS))
     record |= {"ops": by_instruction(events, TRACED_STEPS), "busy_s": busy_s(events) / TRACED_STEPS}
     record["peak_bytes"] = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
-    save(folder, f"step-{one.name}", record)
-    return f"{one.name}: {min(record['step_s']) * 1e3:.2f} ms, kernels {record['busy_s'] * 1e3:.2f} ms, at {record['clocks']}"
+    save(folder, f"step-{name}", record)
+    return f"{name}: {min(record['step_s']) * 1e3:.2f} ms, kernels {record['busy_s'] * 1e3:.2f} ms, at {record['clocks']}"
 
 
 def measure(folder: Path, what: str, limit_s: float, only: str) -> None:
@@ -232,14 +253,20 @@ def measure(folder: Path, what: str, limit_s: float, only: str) -> None:
     print(jax.devices()[0].device_kind, "jax", jax.__version__, flush=True)
     if what != "steps" and not (folder / "ops.json.gz").exists():
         measure_ops(folder, end, only)
-    for one in programs.steps() if what != "ops" else ():
-        if only not in one.name or (folder / f"step-{one.name}.json.gz").exists() or time.time() > end:
-            continue
-        try:
-            print(measure_step(folder, one), f"{end - time.time():.0f} s left", flush=True)
-        except Exception:  # out of memory, no compiler for it: the next step
-            traceback.print_exc(limit=3)
-            print("failed:", one.name, flush=True)
+    wanted = [one for one in programs.steps() if only in one.name and not (folder / f"step-{one.name}.json.gz").exists()]
+    for first in range(0, len(wanted) if what != "ops" else 0, COMPILED):
+        group = wanted[first : first + COMPILED]
+        with ThreadPoolExecutor(COMPILED) as pool:
+            ready = list(pool.map(compiled, group))
+        print(f"{len(group)} compiled, {end - time.time():.0f} s left", flush=True)
+        for one, step in zip(group, ready, strict=True):
+            if time.time() > end:
+                return
+            try:
+                done = f"failed: {one.name} {step}" if isinstance(step, str) else measure_step(folder, one.name, one.below, step)
+            except Exception:  # out of memory: the next step
+                done = f"failed: {one.name} {traceback.format_exc(limit=3)}"
+            print(done, f"{end - time.time():.0f} s left", flush=True)
 
 
 # ---- comparing

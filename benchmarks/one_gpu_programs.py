@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 F32, BF16, I32 = jnp.float32, jnp.bfloat16, jnp.int32
@@ -59,6 +60,11 @@ def ops() -> Iterator[OneOp]:
     yield from drawn_bits()
     yield from convolutions()
     yield from dots()
+    yield from chains()
+    yield from drawn_dots()
+    yield from attention()
+    yield from routing()
+    yield from updates()
 
 
 def elementwise() -> Iterator[OneOp]:
@@ -379,6 +385,121 @@ def dots() -> Iterator[OneOp]:
         gradient(lambda x, w: lax.ragged_dot(x, w, jnp.full((8,), 2048, I32))),
         (*ragged, of(BF16, 16384, 4096)),
     )
+
+
+def chains() -> Iterator[OneOp]:
+    """What goes on behind a product, and what goes before it: in its kernel or in one of its own."""
+    after: dict[str, Callable] = {
+        "tanh": lambda y, s: jnp.tanh(y), "relu-bias": lambda y, s: jax.nn.relu(y + s), "gelu": lambda y, s: jax.nn.gelu(y),
+        "scale": lambda y, s: y * s, "transposed": lambda y, s: y.swapaxes(1, 2) + 0, "cast": lambda y, s: jnp.tanh(y.astype(F32)),
+    }  # fmt: skip
+    before: dict[str, Callable] = {
+        "clamp": lambda x, s: jnp.clip(x, 0.005, 0.015), "gelu": lambda x, s: jax.nn.gelu(x), "scale": lambda x, s: x * s,
+    }  # fmt: skip
+    for b, m, n, k in ((1, 8192, 4096, 4096), (1, 16384, 768, 768), (1, 1024, 1024, 1024), (16, 1024, 1024, 64)):
+        for dtype in (BF16, F32):
+            name, x, w = f"{named(dtype)} {b}x{m}x{n}x{k}", of(dtype, b, m, k), of(dtype, b, k, n)
+            for what, f in after.items():
+                if dtype == BF16 or what != "cast":
+                    yield OneOp(f"chain dot-{what} {name}", lambda x, w, s, f=f: f(x @ w, s), (x, w, of(dtype, n)))
+            for what, f in before.items():
+                yield OneOp(f"chain {what}-dot {name}", lambda x, w, s, f=f: f(x, s) @ w, (x, w, of(dtype, k)))
+    x, w = of(BF16, 8192, 4096), of(BF16, 4096, 4096)
+    yield OneOp("chain dot-residual 8192x4096x4096", lambda x, w: x + x @ w, (x, w))
+    yield OneOp("chain dots-gated 8192x4096x4096", lambda x, w, v: jax.nn.silu(x @ w) * (x @ v), (x, w, w))
+
+
+def drawn_dots() -> Iterator[OneOp]:
+    """Products of drawn sizes: of 1 GFLOP to 2 TFLOP, dims of multiples of 8 and odd ones."""
+    rng = np.random.default_rng(0)
+    for dtype, count in ((BF16, 40), (F32, 20)):
+        for _ in range(count):
+            b = int(2 ** rng.integers(0, 5)) if rng.random() < 0.25 else 1
+            while True:
+                m, n, k = (int(2 ** rng.uniform(6, 14.5)) for _ in range(3))
+                if 1e9 < 2 * b * m * n * k < 2e12:
+                    break
+            if rng.random() < 0.8:
+                m, n, k = (-(-size // 64) * 64 for size in (m, n, k))
+            name = f"dot-drawn {named(dtype)} {b}x{m}x{n}x{k}"
+            yield OneOp(name, lambda x, w: x @ w, (of(dtype, b, m, k), of(dtype, b, k, n)))
+
+
+def attention() -> Iterator[OneOp]:
+    """cuDNN's attention: short and long, wide and narrow heads, grouped queries, biases."""
+    for b, t, h, d, groups in (
+        (32, 512, 16, 64, 16), (128, 128, 12, 64, 12), (8, 2048, 32, 128, 8), (2, 8192, 32, 128, 8), (4, 2048, 8, 256, 8), (16, 1024, 16, 80, 16),
+    ):  # fmt: skip
+        q, k = of(BF16, b, t, h, d), of(BF16, b, t, groups, d)
+        for causal in (True, False):
+
+            def fused(q, k, v, causal=causal):
+                return jax.nn.dot_product_attention(q, k, v, is_causal=causal, implementation="cudnn")
+
+            name = f"{b}x{t}x{h}x{d} of {groups} {'causal' if causal else 'full'}"
+            yield OneOp(f"attention-cudnn {name}", fused, (q, k, k))
+            yield OneOp(f"attention-cudnn-backward {name}", gradient(fused), (q, k, k, q))
+    q = of(BF16, 8, 1024, 12, 64)
+
+    def biased(q, k, v, bias):
+        return jax.nn.dot_product_attention(q, k, v, bias, implementation="cudnn")
+
+    yield OneOp("attention-cudnn-bias 8x1024x12x64", biased, (q, q, q, of(BF16, 8, 12, 1024, 1024)))
+
+
+def routing() -> Iterator[OneOp]:
+    """What experts and graphs do: sorts, top-k, counts, narrow rows."""
+    for rows, columns in ((1, 1 << 14), (1, 1 << 18), (1, 1 << 22), (8192, 64), (1024, 4096)):
+        yield OneOp(f"argsort-rows f32 {rows}x{columns}", lambda x: jnp.argsort(x, -1), (of(F32, rows, columns),))
+        yield OneOp(
+            f"sort-pairs i32 {rows}x{columns}", lambda x, y: lax.sort((x, y), dimension=1, num_keys=1),
+            (of(I32, rows, columns), of(F32, rows, columns)), 64,
+        )  # fmt: skip
+    for rows, columns, k in ((8192, 128, 2), (65536, 64, 8), (1024, 32768, 50), (64, 128256, 1)):
+        for dtype in (F32, BF16):
+            yield OneOp(f"top-k {named(dtype)} {rows}x{columns} {k}", lambda x, k=k: lax.top_k(x, k), (of(dtype, rows, columns),))
+    for rows, columns in ((131072, 8), (16384, 64), (4096, 4096)):
+        for dtype in (I32, F32):
+            yield OneOp(f"cumsum-columns {named(dtype)} {rows}x{columns}", lambda x: jnp.cumsum(x, 0), (of(dtype, rows, columns),))
+            yield OneOp(f"cumsum-rows {named(dtype)} {rows}x{columns}", lambda x: jnp.cumsum(x, 1), (of(dtype, rows, columns),))
+    for n, rows, width in ((1 << 17, 1 << 10, 16), (1 << 20, 1 << 16, 16), (1 << 17, 1 << 15, 128), (1 << 14, 1 << 17, 1024)):
+        at = of(I32, n)
+        yield OneOp(
+            f"segment-sum f32 {n}x{width} to {rows}", lambda x, at, rows=rows: jax.ops.segment_sum(x, at, rows), (of(F32, n, width), at), rows
+        )
+        yield OneOp(f"take f32 {n} of {rows}x{width}", lambda x, at: jnp.take(x, at, axis=0), (of(F32, rows, width), at), rows)
+    yield OneOp("counts 1048576 in 64", lambda at: jnp.bincount(at, length=64), (of(I32, 1 << 20),), 64)
+
+
+def updates() -> Iterator[OneOp]:
+    """Optimizers' kernels."""
+
+    def adam(p, g, m, v):
+        m, v = 0.9 * m + 0.1 * g.astype(F32), 0.99 * v + 0.01 * lax.square(g.astype(F32))
+        return p - 1e-3 * m / (jnp.sqrt(v) + 1e-8), m, v
+
+    def mixed(p, g, m, v):
+        p, m, v = adam(p, g, m, v)
+        return p, m, v, p.astype(BF16)
+
+    def lion(p, g, m):
+        return p - 1e-3 * jnp.sign(0.9 * m + 0.1 * g), 0.99 * m + 0.01 * g
+
+    def factored(p, g, row, column):
+        square = g * g + 1e-30
+        row, column = 0.99 * row + 0.01 * square.mean(1), 0.99 * column + 0.01 * square.mean(0)
+        return p - 1e-3 * g * lax.rsqrt(row / row.mean())[:, None] * lax.rsqrt(column)[None], row, column
+
+    n = 1 << 26
+    p, g = of(F32, n), of(BF16, n)
+    yield OneOp(f"update adam-bf16-gradient {n}", adam, (p, g, p, p))
+    yield OneOp(f"update adam-mixed {n}", mixed, (p, g, p, p))
+    yield OneOp(f"update lion {n}", lion, (p, p, p))
+    yield OneOp("update factored 8192x8192", factored, (of(F32, 8192, 8192), of(F32, 8192, 8192), of(F32, 8192), of(F32, 8192)))
+    for count, size in ((100, 1 << 10), (100, 1 << 18)):
+        many = (of(F32, size),) * count
+        yield OneOp(f"update adam {count} x {size}", lambda *xs, n=count: [adam(*xs[i::n]) for i in range(n)], many * 4)
+        yield OneOp(f"update norm-of {count} x {size}", lambda *xs: jnp.sqrt(sum((x * x).sum() for x in xs)), many)
 
 
 # ---- whole steps
