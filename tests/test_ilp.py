@@ -107,6 +107,20 @@ def test_answers_above_the_cutoff_are_not_returned(problem, more):
 
 
 @laws
+@given(networks(largest=200), st.sampled_from([0.01, 0.1, 0.5]), st.booleans())
+def test_an_answer_within_the_tolerance_comes_with_a_bound_that_is_true(problem, tolerance, hinted):
+    best = brute_force(problem)
+    hint = next((s for s in choices(problem) if np.isfinite(problem.objective(s))), None) if hinted else None
+    found = solve(problem, tolerance=tolerance, hint=hint)
+    if np.isinf(best):
+        assert found.status == "infeasible" and found.states == ()
+        return
+    assert found.bound <= best <= found.objective == problem.objective(found.states)
+    assert found.bound >= (1 - tolerance) * found.objective
+    assert (found.status == "optimal") == (found.bound == found.objective)
+
+
+@laws
 @given(networks(ties=True))
 def test_nodes_of_one_class_take_the_same_state(problem):
     solution = solve(problem)

@@ -135,10 +135,10 @@ class IntegerProgram(Search):
         assert found.best is not None
         if not self.task.bounds:
             self.task.bounds.append(lower_bound(self.task, found.best, deadline))
+            self.task.stopwatch.lap("bound")
         found.bound, plans = self.task.bounds[-1]
         for plan in plans[-PROVING:] if not self.task.merged else ():
             found.add_if_it_computes_less(plan)
-        self.task.stopwatch.lap("bound")
 
     def _propagated(self, found: Candidates, deadline: Deadline) -> None:
         """Step 3: sharding propagation."""

@@ -34,6 +34,9 @@ from shardplan.xla_model.compiler_options import THRESHOLDS, thresholds
 WORK = 2.0
 """Work limit of a network, about seconds: most are solved to optimality, in the time that a fortieth of it takes."""
 
+TOLERANCE = 1e-3
+"""A network is solved until its bound is as near to its least plan as this fraction; to the end, if the best plan may be optimal."""
+
 ROUNDS, ROUND_STATES = (4, 8), 60_000
 """Least and most plans that are sought for cutting planes; between these, as many as have this many states of networks together."""
 
@@ -65,6 +68,8 @@ def lower_bound(task: PlanningTask, best: Judged, deadline: Deadline) -> tuple[f
     for _ in range(int(np.clip(ROUND_STATES // states, *ROUNDS))):
         if deadline.over() or not found.step():
             break
+    if found.bound < best.solution.objective <= (1 + 2 * TOLERANCE) * found.bound and found.tried and not deadline.over():
+        found.solved(max(found.tried, key=lambda x: x.least).weights, tolerance=0.0)
     return found.bound, found.plans
 
 
@@ -169,9 +174,9 @@ class _Ascent:
         self.step_length = STEP if cuts else min(1.0, 2 * self.step_length)
         return True
 
-    def solved(self, weights: Weights) -> Solution:
+    def solved(self, weights: Weights, tolerance: float = TOLERANCE) -> Solution:
         """The network of these weights, and its plan as another plane."""
-        solution = solve(self.tables.problem(weights), work_limit=WORK)
+        solution = solve(self.tables.problem(weights), work_limit=WORK, tolerance=tolerance)
         if solution.found:
             candidate = self.candidate(solution)
             if not self.tables.released or candidate.network.allows(candidate.solution.states):

@@ -191,6 +191,8 @@ class Candidates:
         key = tuple(of.keys[s] for of, s in zip(network.space.strategies, network.strategies(solution.states), strict=True))
         key = (*key, network.retained(solution.states))
         if key not in self.judged:
+            if self.best is not None:
+                self.task.stopwatch.lap("other searches")  # what led to it and no other stage has counted
             self.judged[key] = judged or judge(self.task, found, self.limit, self.others)
             self.task.stopwatch.lap("simulate")
         judged = self.judged[key]

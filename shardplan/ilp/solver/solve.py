@@ -41,6 +41,7 @@ def solve(
     work_limit: float | None = None,
     hint: tuple[int, ...] | None = None,
     cutoff: float = np.inf,
+    tolerance: float = 0.0,
     patience: float = 1.0,
     progress: Progress | None = None,
     presolved: Presolved | None = None,
@@ -54,6 +55,7 @@ def solve(
         work_limit: counted work, about seconds; by default 20 without a time limit, unlimited with one.
         hint: states to start from, and to return if nothing better is found (status "fallback").
         cutoff: greatest cost of a useful answer; "infeasible" if there is none.
+        tolerance: an answer is returned once it is proven that none is better by more than this fraction; status "feasible".
         patience: share of the time limit after which the search ends if there is no answer.
         progress: called with (states, bound, gap) whenever one of them improves.
         presolved: `presolve(problem, tie=True)`, if it is there already.
@@ -64,7 +66,7 @@ def solve(
     """
     deadline = Deadline(time_limit, work_limit, lambda: 1.0 if incumbent.found else patience)
     _check_integers(problem)
-    incumbent = Incumbent(problem, progress, cutoff)
+    incumbent = Incumbent(problem, progress, cutoff, tolerance)
     if hint is not None and problem.fits(hint):
         incumbent.offer(tuple(hint), problem.objective(hint))
     hinted = incumbent.answer if incumbent.found else None
@@ -85,7 +87,7 @@ def solve(
     if not incumbent.found:
         status: Status = "infeasible" if complete else "fallback"
         return Solution(status, (), np.inf, np.inf if complete else incumbent.bound, bool(problem.ties), stats)
-    status = "optimal" if incumbent.optimal else "fallback" if incumbent.answer is hinted else "feasible"
+    status = "optimal" if incumbent.objective <= incumbent.bound else "fallback" if incumbent.answer is hinted else "feasible"
     return Solution(status, incumbent.states, incumbent.objective, incumbent.bound, bool(problem.ties), stats)
 
 
@@ -104,7 +106,7 @@ def _offer_min_peak(problem: Problem, incumbent: Incumbent, deadline: Deadline) 
 class Chain:
     """The stages after presolve, on a subproblem that gets smaller as incumbent and bound improve.
 
-    Stages return True once the incumbent is proven optimal, or the problem infeasible.
+    Stages return True once the incumbent is proven optimal within its tolerance, or the problem infeasible.
     """
 
     def __init__(self, subproblem: Subproblem, incumbent: Incumbent, deadline: Deadline, settings: Settings = DEFAULT):
@@ -150,7 +152,10 @@ class Chain:
         relaxed = replace(subproblem, problem=free, invert=tuple, offset=0.0, bound=-np.inf)
         relaxed = relaxed.restrict(result, self.cutoff(), deadline=self.deadline)
         seconds = None if self.deadline.time_limit is None else 0.5 * self.deadline.seconds_left
-        deadline, incumbent = Deadline(seconds, 0.5 * self.deadline.work), Incumbent(free, None, self.cutoff())
+        deadline, incumbent = (
+            Deadline(seconds, 0.5 * self.deadline.work),
+            Incumbent(free, None, self.cutoff(), self.incumbent.tolerance),
+        )
         if relaxed is None or Chain(relaxed, incumbent, deadline, self.settings).run():
             incumbent.prove(np.inf)
         self.deadline.spend(deadline.spent)
@@ -159,14 +164,14 @@ class Chain:
             states = repair_and_descend(LocalSearch(subproblem.problem, self.deadline), incumbent.states)
             if states is not None:
                 self.tree.offer(subproblem, states)
-        return self.incumbent.optimal
+        return self.incumbent.settled
 
     def fix_and_rebound(self) -> bool:
         """Bounds the subproblem and fixes what costs more than the cutoff, while fixing removes enough states."""
         while not self.deadline.over():
             self.incumbent.prove(self.value())
             self.first_feasible()
-            if self.incumbent.optimal or self.value() > self.ceiling:
+            if self.incumbent.settled or self.value() > self.ceiling:
                 return True
             self.subproblem = self.subproblem.warm_started(self.bound())
             self.core_search(self.subproblem, self.bound())
@@ -226,7 +231,7 @@ class Chain:
                     self.primal.run(self.subproblem)
                 remaining = self.tree.search(remaining, target, 1.0 if self.primal is None else TARGET_SHARE)
             self.incumbent.prove(min([target, *(subproblem.bound for subproblem in remaining)]))
-            if self.incumbent.optimal or (target >= min(self.incumbent.cutoff, self.ceiling) and not remaining):
+            if self.incumbent.settled or (target >= min(self.incumbent.cutoff, self.ceiling) and not remaining):
                 return True
             distance *= 2
             if self.surviving() < 0.6 and self.fix_and_rebound():

@@ -40,8 +40,9 @@ ROUNDING = 1e-9  # relative rounding error of a bound where bytes are not intege
 class Incumbent:
     """The best answer and the best lower bound so far."""
 
-    def __init__(self, problem: Problem, progress: Progress | None, upper_bound: float = np.inf):
+    def __init__(self, problem: Problem, progress: Progress | None, upper_bound: float = np.inf, tolerance: float = 0.0):
         self.progress, self.upper_bound = progress, upper_bound  # answers that cost more are of no use
+        self.tolerance = tolerance  # answers that are better by no more than this fraction are not sought
         self.objective, self.bound = np.inf, -np.inf
         self.answer: tuple[tuple[int, ...], Invert] = (), tuple  # states of its subproblem, and the way back: most never take it
         self.exact = all((u.bytes == np.floor(u.bytes)).all() for u in problem.usages)
@@ -58,8 +59,8 @@ class Incumbent:
         """Takes a lower bound if it is better. Objectives are integers, so an exact bound is rounded up."""
         if np.isfinite(value):
             value = float(np.ceil(value)) if self.exact else value - ROUNDING * abs(value)
-        if min(value, self.objective) > self.bound:
-            self.bound = min(value, self.objective)
+        if (value := min(value, self.sought)) > self.bound:
+            self.bound = value
             self._report()
 
     def _report(self) -> None:
@@ -78,14 +79,23 @@ class Incumbent:
         return bool(np.isfinite(self.objective))
 
     @property
-    def optimal(self) -> bool:
-        """Whether the bound proves the answer optimal."""
-        return self.objective <= self.bound
+    def sought(self) -> float:
+        """Answers that cost less are sought: no bound above it is proven. Without a tolerance the cost of the best answer."""
+        if not self.tolerance or not self.found:
+            return self.objective
+        sought = self.objective - self.tolerance * abs(self.objective)
+        return float(np.ceil(sought)) if self.exact else sought
+
+    @property
+    def settled(self) -> bool:
+        """Whether the bound proves that there is no answer of the kind that is sought; without a tolerance, that this one is optimal."""
+        return self.sought <= self.bound
 
     @property
     def cutoff(self) -> float:
-        """The greatest cost that a better answer may have."""
-        return min(self.upper_bound, self.objective - (1.0 if self.exact else ROUNDING * abs(self.objective)))
+        """The greatest cost that an answer may have which is sought."""
+        sought = self.sought
+        return min(self.upper_bound, sought - (1.0 if self.exact else ROUNDING * abs(sought)))
 
 
 @dataclass(frozen=True)
