@@ -465,7 +465,10 @@ def routing() -> Iterator[OneOp]:
     for n, rows, width in ((1 << 17, 1 << 10, 16), (1 << 20, 1 << 16, 16), (1 << 17, 1 << 15, 128), (1 << 14, 1 << 17, 1024)):
         at = of(I32, n)
         yield OneOp(
-            f"segment-sum f32 {n}x{width} to {rows}", lambda x, at, rows=rows: jax.ops.segment_sum(x, at, rows), (of(F32, n, width), at), rows
+            f"segment-sum f32 {n}x{width} to {rows}",
+            lambda x, at, rows=rows: jax.ops.segment_sum(x, at, rows),
+            (of(F32, n, width), at),
+            rows,
         )
         yield OneOp(f"take f32 {n} of {rows}x{width}", lambda x, at: jnp.take(x, at, axis=0), (of(F32, rows, width), at), rows)
     yield OneOp("counts 1048576 in 64", lambda at: jnp.bincount(at, length=64), (of(I32, 1 << 20),), 64)

@@ -44,6 +44,21 @@ X = S((1000, 1000), F32)  # 4 MB
 
 
 @pytest.mark.parametrize(
+    "behind, moved",
+    [
+        (jnp.tanh, 12),
+        (lambda y: jnp.tanh(y) * 2 + 1, 12),
+        (lambda y: lax.clamp(-1.0, y, 1.0), 12),
+        (lambda y: jnp.tanh(y) * y, 20),  # read twice: a kernel of its own
+        (lambda y: jnp.tanh(y).sum(0), 16),  # tanh is in the kernel of the sum
+        (lambda y: (jnp.tanh(y), jnp.tanh(y).sum(0)), 16),
+    ],
+)
+def test_a_product_goes_on_to_what_is_in_memory(behind, moved):
+    assert megabytes(lambda x, w: behind(x @ w), X, X) == pytest.approx(moved, rel=0.01)
+
+
+@pytest.mark.parametrize(
     "fun, moved",
     [
         (lambda x: jnp.tanh(x * 2) + 1, 8),  # one kernel: read and written

@@ -273,6 +273,41 @@ def test_an_expensive_activation_that_is_computed_again_and_its_gradient_are_one
     moves_as_planned(checkpointed(activation), args, rel=0.02)
 
 
+BEHIND = {
+    "tanh": lambda y, v: jnp.tanh(y),
+    "three ops": lambda y, v: jnp.tanh(y) * 2 + 1,
+    "an input": lambda y, v: jax.nn.relu(y + v),
+    "two bounds": lambda y, v: lax.clamp(BF16(-1), y, BF16(1)),
+    "a wider cast": lambda y, v: y.astype(F32),
+    "a wider cast behind tanh": lambda y, v: jnp.tanh(y).astype(F32),
+    "tanh behind a wider cast": lambda y, v: jnp.tanh(y.astype(F32)),
+    "tanh and its sums": lambda y, v: (jnp.tanh(y), jnp.tanh(y).astype(F32).sum(0)),
+    "sums alone": lambda y, v: jnp.tanh(y).astype(F32).sum(0),
+    "what reads it twice": lambda y, v: jnp.tanh(y) * y,
+    "an input that was cast": lambda y, v: y + v.astype(F32).astype(BF16),
+}
+
+
+@pytest.mark.slow
+@needs_gpu_compiler
+@pytest.mark.parametrize("work", BEHIND.values(), ids=BEHIND)
+def test_a_product_goes_on_to_what_is_in_memory(work):
+    moves_as_planned(lambda x, w, v: work(x @ w, v), (S((2048, 2048), BF16), S((2048, 4096), BF16), S((4096,), BF16)), rel=0.02)
+
+
+@pytest.mark.slow
+@needs_gpu_compiler
+@pytest.mark.parametrize("bounded", [lambda x: lax.clamp(BF16(-1), x, BF16(1)), lambda x: jnp.clip(x, -1, 1), jnp.tanh])
+def test_two_bounds_are_written_before_a_product_other_work_is_not(bounded):
+    moves_as_planned(lambda x, w: bounded(x) @ w, (S((2048, 2048), BF16), S((2048, 4096), BF16)), rel=0.02)
+
+
+@pytest.mark.slow
+@needs_gpu_compiler
+def test_what_a_product_writes_for_the_next_round_is_copied():
+    moves_as_planned(lambda x, w: lax.fori_loop(0, 8, lambda _, x: jnp.tanh(x @ w), x), (S((2048, 2048), BF16),) * 2, rel=0.05)
+
+
 def moves_as_planned(fun, args, rel: float) -> None:
     assert megabytes(fun, *args) == pytest.approx(emitted_megabytes(fun, *args), rel=rel)
 

@@ -19,7 +19,7 @@ from shardplan.strategies.rule import Rule
 from shardplan.xla_model.cast_first import widened_fraction, widening
 from shardplan.xla_model.copies import SMALL_BYTES
 from shardplan.xla_model.physical_layout import ArrayOrder, CoupledState, array_order, coupled_state
-from shardplan.xla_model.product_kernels import written_by_products
+from shardplan.xla_model.product_kernels import written_instead
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,8 +100,8 @@ class EdgeFacts:
         loop_bytes: bytes of an operand that a loop takes whole or by rows; else 0.
         accumulated_ratio: of a sum that a loop accumulates, bytes of the partial sums over bytes of the sum; else 0.
         accumulates: a loop adds the array to a carry, and does nothing else with it.
-        cast_bytes: of a product's result that its kernel casts unless a reshard comes first: bytes that a kernel of its own moves then;
-            else 0.
+        behind_bytes: of a product's result behind which its kernel goes on unless a reshard comes first: what a kernel of its own moves
+            then; else 0.
         from_retainable, to_retainable: whether producer or consumer may retain an earlier phase's array.
     """
 
@@ -116,7 +116,7 @@ class EdgeFacts:
     loop_bytes: float
     accumulated_ratio: float
     accumulates: bool
-    cast_bytes: float
+    behind_bytes: float
     from_retainable: bool
     to_retainable: bool
 
@@ -213,15 +213,19 @@ def in_a_row(some: Iterable[Sized]) -> tuple[list, dict[int, int]]:
 
 
 def array_facts(
-    graph: Graph, rules: Sequence[Rule], accumulated_ratios: Mapping[int, float], accumulated: Collection[tuple[int, int]]
+    graph: Graph,
+    rules: Sequence[Rule],
+    written: Sequence[bool],
+    accumulated_ratios: Mapping[int, float],
+    accumulated: Collection[tuple[int, int]],
 ) -> Iterator[ArrayFacts]:
     """Every operand of every op, in program order.
 
-    `accumulated_ratios`: value that a loop accumulates -> `EdgeTemplate.accumulated_ratio`; `accumulated`: its `accumulated_operands`.
+    `written`: `materialised`, per value; `accumulated_ratios`: value that a loop accumulates -> `EdgeTemplate.accumulated_ratio`; `accumulated`: its `accumulated_operands`.
     """
     state = coupled_state(graph, [rule.fusion == "loop" for rule in rules])
-    narrower = ((v, w) for v, (w, always) in written_by_products(graph, rules).items() if always)
-    cast = {v: graph.values[v].bytes + graph.values[w].bytes for v, w in narrower}
+    instead = written_instead(graph, rules, written).items()
+    behind = {v: graph.values[v].bytes + graph.values[w].bytes for v, w in instead if not graph.ops[graph.maker(w)].traits.transpose}
     known: dict[EdgeFacts, EdgeFacts] = {}
     for j, op in enumerate(graph.ops):
         readers = tuple(graph.readers(op.outputs[0])) if op.traits.copy else (j,)
@@ -246,7 +250,7 @@ def array_facts(
                 value.bytes if in_loop else 0.0,
                 accumulated_ratios.get(v, 0.0),
                 (j, k) in accumulated,
-                cast.get(v, 0.0),
+                behind.get(v, 0.0),
                 i in graph.retainable_from,
                 j in graph.retainable_from,
             )

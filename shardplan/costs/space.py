@@ -119,7 +119,7 @@ class StepFacts:
     def arrays(self) -> tuple[ArrayFacts, ...]:
         """Every operand of every op, in program order."""
         ratios = {v: self.partial_bytes_ratio(v) for v in self.accumulated_sums}
-        return tuple(array_facts(self.graph, self.rules, ratios, self.accumulated_operands))
+        return tuple(array_facts(self.graph, self.rules, self.materialised, ratios, self.accumulated_operands))
 
     @cached_property
     def moved(self) -> tuple[MovedArray, ...]:

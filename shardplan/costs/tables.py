@@ -196,8 +196,8 @@ def _beyond_collectives(
         inner = [d for d in range(len(shape)) if prod(shape[:d]) > 1]
         gathered = sources.sharding_axes(inner)[:, None] & ~targets.sharding_axes()
         yield np.where(gathered, np.maximum(latency, 2 * template.loop_bytes / targets.shards / rate), 0.0)
-    if template.cast_bytes:
-        yield np.where(sources.equal(targets), 0.0, np.maximum(latency, template.cast_bytes / targets.shards / rate))
+    if template.behind_bytes:
+        yield np.where(sources.equal(targets), 0.0, np.maximum(latency, template.behind_bytes / targets.shards / rate))
     if template.addend_dims is not None:
         # XLA adds two partial sums and reduce-scatters the result: three arrays of a partial sum's size are read or written. Each
         # edge has half of what that takes beyond adding their shards.

@@ -336,7 +336,8 @@ def _partial_moves(graph: Graph, rules: Sequence[Rule], kernels: Kernels) -> Ite
 
     What products write instead of their results costs nothing then, nor does what they compute on the way. The optimizer reads shards.
     """
-    by_product = {u for v, (w, _) in written_by_products(graph, rules).items() for u in computed_on_the_way(graph, v, w)}
+    instead = written_instead(graph, rules, kernels.written)
+    by_product = {u for v, w in instead.items() for u in computed_on_the_way(graph, v, w)}
     for at, op in enumerate(graph.ops):
         unwritten = rules[at].fusion == "loop" and not any(kernels.written[v] or v in by_product for v in op.outputs)
         yield 1 + sum(not updates for _, _, updates, *_ in kernels.inside[at]) if unwritten else 0

@@ -2,11 +2,13 @@
 
     before    elementwise work on one array, inputs of the computation and numbers is computed again inside every product that reads it;
               so is a cast to a wider dtype, and one to a narrower dtype of an input that nothing else reads. Two bounds in a row, a max
-              of a min, are written before the product
-    behind    a product writes a transpose of its result instead; or what elementwise work on it alone makes in a narrower dtype; or
-              elementwise work that also reads an input of the step or of the loop, if its dtype is no wider
+              of a min, and a clamp are written before the product
+    behind    a product writes a transpose of its result instead, or what elementwise work makes of it and of inputs of the step or of
+              the loop, up to a cast to a wider dtype: if that is in memory; always if it gets narrower, or reads such inputs as they are.
+              What a loop hands on to its next round is copied if a product writes it, which takes as long as the work
 
-Facts: fusion-matmul-prologue, fusion-matmul-prologue-cast, fusion-matmul-prologue-clamp, fusion-matmul-epilogue, fusion-matmul-carry.
+Facts: fusion-matmul-prologue, fusion-matmul-prologue-cast, fusion-matmul-prologue-clamp, fusion-matmul-epilogue, fusion-matmul-written,
+fusion-matmul-carry.
 """
 
 from __future__ import annotations
@@ -73,7 +75,9 @@ def _narrows(graph: Graph, op: Op) -> bool:
 
 
 def _clamps(graph: Graph, op: Op) -> bool:
-    """Whether an op bounds by a number what another bounds on the other side: XLA makes one op of three operands of both."""
+    """Whether an op bounds from both sides, or by a number what another bounds on the other side: XLA makes one op of both."""
+    if op.primitive == "clamp":
+        return True
     other = {"max": "min", "min": "max"}.get(op.primitive)
     maker = None if (v := _only_array(graph, op)) is None else graph.ops[graph.maker(v)]
     return maker is not None and maker.primitive == other and _only_array(graph, maker) is not None
@@ -101,7 +105,7 @@ def written_by_products(graph: Graph, rules: Sequence[Rule]) -> dict[int, tuple[
     """Result of a product -> what its kernel writes instead, and whether always, or only if that is in memory at all.
 
     A transpose of it; or a chain of elementwise work, of which each reads the one before once and nothing else but inputs of the
-    computation, if that ends in a narrower dtype, or in no wider one behind something that reads such an input.
+    computation, as far as it gets no wider: always if it ends in a narrower dtype, or behind something that reads such an input.
     A reshard between the two prevents either; prices add what the second then moves (`costs/tables.py`).
     """
     found = ((transposed_product(graph, op), op.outputs[0]) for op in graph.ops if op.outputs)
@@ -109,14 +113,18 @@ def written_by_products(graph: Graph, rules: Sequence[Rule]) -> dict[int, tuple[
     for op, rule in zip(graph.ops, rules, strict=True):
         if op.traits.matmul and rule.fusion == "none":
             v = w = end = op.outputs[0]
-            carried = 0
+            carried, widened = 0, None
             while len(graph.values[end].consumers) == 1 and _follows(graph, rules, at := graph.values[end].consumers[0][0]):
-                if graph.values[graph.ops[at].outputs[0]].itemsize > graph.values[end].itemsize:
+                reader = graph.ops[at]
+                if graph.values[reader.outputs[0]].itemsize > graph.values[end].itemsize:
+                    widened = reader.outputs[0] if reader.primitive == CAST else None
                     break
-                end, carried = graph.ops[at].outputs[0], carried + _reads_input(graph, graph.ops[at])
-                w = w if graph.ops[at].traits.copy else end
+                end, carried = reader.outputs[0], carried + _reads_input(graph, reader)
+                w = w if reader.traits.copy else end
             if graph.values[w].itemsize < graph.values[v].itemsize + (carried > 0):
                 out[v] = w, True
+            elif (w := w if widened is None else widened) != v and not _is_for_next_round(graph, rules, w):
+                out.setdefault(v, (w, False))
     return out
 
 
@@ -130,15 +138,15 @@ def by_products(graph: Graph, rules: Sequence[Rule], written: Sequence[bool]) ->
     return {
         graph.values[u].producer[0]: graph.values[v].producer[0]
         for v, w in written_instead(graph, rules, written).items()
-        if not _is_for_next_round(graph, rules, w)
+        if not _is_for_next_round(graph, rules, w, alone=True)
         for u in computed_on_the_way(graph, v, w)
     }
 
 
-def _is_for_next_round(graph: Graph, rules: Sequence[Rule], v: int) -> bool:
-    """Whether a value is a loop's next carry and nothing else."""
+def _is_for_next_round(graph: Graph, rules: Sequence[Rule], v: int, alone: bool = False) -> bool:
+    """Whether a value is a loop's next carry; `alone`: and nothing else."""
     reached = [at for at in graph.reached(v, partial(seen_through, graph, rules)) if not seen_through(graph, rules, at)]
-    return bool(reached) and all(graph.ops[at].traits.loop_next for at in reached)
+    return bool(reached) and (all if alone else any)(graph.ops[at].traits.loop_next for at in reached)
 
 
 def computed_on_the_way(graph: Graph, v: int, w: int) -> Iterator[int]:
