@@ -427,9 +427,11 @@ def drawn_dots() -> Iterator[OneOp]:
 
 def attention() -> Iterator[OneOp]:
     """cuDNN's attention: short and long, wide and narrow heads, grouped queries, biases."""
-    for b, t, h, d, groups in (
-        (32, 512, 16, 64, 16), (128, 128, 12, 64, 12), (8, 2048, 32, 128, 8), (2, 8192, 32, 128, 8), (4, 2048, 8, 256, 8), (16, 1024, 16, 80, 16),
-    ):  # fmt: skip
+    shapes = (  # batch, tokens, heads, elements of a head, heads of keys
+        (32, 512, 16, 64, 16), (128, 128, 12, 64, 12), (8, 2048, 32, 128, 8), (2, 8192, 32, 128, 8), (4, 2048, 8, 256, 8),
+        (16, 1024, 16, 80, 16),
+    )  # fmt: skip
+    for b, t, h, d, groups in shapes:
         q, k = of(BF16, b, t, h, d), of(BF16, b, t, groups, d)
         for causal in (True, False):
 

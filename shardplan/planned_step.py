@@ -83,7 +83,7 @@ class PlannedStep:
             raise
         leaves, tree = jax.tree.flatten(operands)
         placed = [
-            jax.device_put(x, s) if getattr(x, "committed", False) or n in self.returned and _is_on_no_mesh(x) else x
+            jax.device_put(x, s) if getattr(x, "committed", False) or (n in self.returned and _is_on_no_mesh(x)) else x
             for n, (x, s) in enumerate(zip(leaves, self.in_shardings, strict=True))
         ]
         if not expects_move:

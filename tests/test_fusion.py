@@ -379,7 +379,7 @@ def test_no_kernel_is_faster_than_a_launch(steps):
 
     product_s = kernel_seconds(H100.device, [Product("float32", 2 * 8.0**3, (1, 8, 8, 8))], 0.0)
     assert product_s > H100.device.products["float32"].latency_s > H100.device.kernel_latency_s
-    assert whole(chain, small, cluster=H100) == pytest.approx(steps * product_s + H100.device.kernel_latency_s, rel=0.05)
+    assert whole(chain, small, cluster=H100) == pytest.approx(steps * product_s, rel=0.05)
     split = make_strategy_space(StepFacts.of(parse(jax.make_jaxpr(chain)(small)), mesh := MeshShape(("x",), (8,))), mesh, H100)
     least = sum(op.runs * s.min() for op, s in zip(split.graph.ops, split.seconds, strict=True))
     assert least > 0.9 * whole(chain, small, cluster=H100)  # eight devices are no faster

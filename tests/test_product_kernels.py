@@ -40,7 +40,7 @@ def test_a_products_kernel_adds_its_result_to_a_loops_carry(add, moved):
         (lambda x, p: jnp.maximum(p * 3, x), 16),
         (lambda x, p: (p + x) ** 2, 16 + 8),  # reads twice what is before
         (lambda x, p: p + jnp.sin(x), 12 + 12),
-        (lambda x, p: p * 2, 12 + 8),
+        (lambda x, p: p * 2, 12),
     ],
 )
 def test_a_products_kernel_goes_on_as_far_as_inputs_of_the_step_meet_its_result(behind, moved):
@@ -50,9 +50,10 @@ def test_a_products_kernel_goes_on_as_far_as_inputs_of_the_step_meet_its_result(
 @pytest.mark.parametrize(
     "behind, kernels",
     [
-        (lambda y: jnp.tanh(y), 0),  # the kernel behind the product sums
-        (lambda y: jax.nn.softmax(y), 0),
-        (lambda y: y * 2, 0),
+        (lambda y: jax.nn.softmax(y), 0),  # the kernel behind the product sums
+        (lambda y: jax.nn.gelu(y), 0),
+        (lambda y: jnp.tanh(y), 1),  # in the product's kernel if there are no parts
+        (lambda y: y * 2, 1),
         (lambda y: y, 1),
         (lambda y: y.sum(0), 1),
         (lambda y: y @ y.T, 2),
@@ -85,9 +86,23 @@ def test_products_of_one_array_take_the_seconds_of_one_wide_product_and_the_boun
     def one(x, w):
         return sum(map(jnp.tanh, jnp.split(x @ w, 3, axis=1)))
 
-    merged, alone = planned(several, x, *[narrow] * 3), planned(lambda x, w: jnp.tanh(x @ w), x, narrow)
+    merged, alone = planned(several, x, *[narrow] * 3), planned(lambda x, w: jax.nn.gelu(x @ w), x, narrow)
     assert merged["compute"] == pytest.approx(planned(one, x, wide)["compute"], rel=0.01)
     assert merged["bound"] <= merged["total"] < 0.6 * 3 * alone["total"]
+
+
+def test_products_that_are_merged_go_on_to_nothing():
+    x, w, wide = (S(shape, jnp.bfloat16) for shape in ((16384, 1024), (1024, 512), (1024, 1024)))
+    two = planned(lambda x, w, u: (jnp.tanh(x @ w), jnp.tanh(x @ u)), x, w, w)
+    one = planned(lambda x, w: [jnp.tanh(y) for y in jnp.split(x @ w, 2, axis=1)], x, wide)
+    assert two["compute"] == pytest.approx(one["compute"], rel=0.02)
+
+
+def test_what_several_products_read_for_the_work_behind_them_is_no_operand_that_they_compute():
+    def several(x, z, w, u, b):
+        return x @ w + b, z @ u + b
+
+    assert megabytes(several, X, X, X, X, S((1000,), F32)) == pytest.approx(24, rel=0.01)
 
 
 WIDTHS = [((64, 64), 0), ((128, 64), 0), ((128, 96), 1), ((96, 96), 1)]

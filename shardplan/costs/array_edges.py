@@ -221,7 +221,8 @@ def array_facts(
 ) -> Iterator[ArrayFacts]:
     """Every operand of every op, in program order.
 
-    `written`: `materialised`, per value; `accumulated_ratios`: value that a loop accumulates -> `EdgeTemplate.accumulated_ratio`; `accumulated`: its `accumulated_operands`.
+    `written`: `materialised`, per value; `accumulated_ratios`: value that a loop accumulates -> `EdgeTemplate.accumulated_ratio`;
+    `accumulated`: its `accumulated_operands`.
     """
     state = coupled_state(graph, [rule.fusion == "loop" for rule in rules])
     instead = written_instead(graph, rules, written).items()

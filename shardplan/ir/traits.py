@@ -49,6 +49,7 @@ class Traits:
     convolution: bool = False  # a convolution
     fused_attention: bool = False  # attention in one kernel of a library
     matmul_prologue: bool = False  # elementwise op that XLA computes again in every GEMM that reads its result
+    bounds_twice: bool = False  # bounds from both sides
     transpose: bool = False  # permutes dims
     broadcast: bool = False  # broadcasts its operand
     reversal: bool = False  # reverses dims

@@ -74,8 +74,8 @@ def materialised(
             out[v] |= v in into_products
             out[v] |= v in rows.ends
             out[v] |= _moves_or_sums(op, fusion) and _needs_memory(graph, out, rows, v)
-    for v, (w, always) in written_by_products(graph, rules).items():
-        if always or out[w] or graph.ops[graph.values[w].producer[0]].traits.transpose:
+    for v, w, always in written_by_products(graph, rules):
+        if out[v] and (always or out[w]):
             for u in (v, *computed_on_the_way(graph, v, w)):
                 out[u] = u == w
     for v in (*rows.orders.later, *_shared_zeros(graph, scatters)):
@@ -357,9 +357,13 @@ def _computed_whole(graph: Graph, kernels: Kernels) -> list[set[Kernel]]:
 
 
 def _moved_besides(graph: Graph, rules: Sequence[Rule], written: Sequence[bool], op: Op, before: float) -> Iterator[tuple[int, float]]:
-    """Operands, and how often more their bytes are moved; of a product that reads `before` bytes to compute its operand, that one's."""
+    """Operands, and how often more their bytes are moved; of a product that reads `before` bytes to compute its operand, that one's.
+
+    Of one that computes no operand, and so reads them for what is behind it, such as a bias that several products add: the first one's.
+    """
     if before:
-        k, v = next((k, v) for k, v in enumerate(op.inputs) if v is not None and not written[read_array(graph, rules, v)])
+        some = [(k, v) for k, v in enumerate(op.inputs) if v is not None]
+        k, v = next(((k, v) for k, v in some if not written[read_array(graph, rules, v)]), some[0])
         yield k, before / graph.values[v].bytes
     if op.traits.scatter:  # the rows that it writes, and reads if it adds to them
         yield len(op.inputs) - 1, 1.0 + (op.traits.scatter != "set")

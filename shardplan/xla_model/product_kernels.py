@@ -4,8 +4,8 @@
               so is a cast to a wider dtype, and one to a narrower dtype of an input that nothing else reads. Two bounds in a row, a max
               of a min, and a clamp are written before the product
     behind    a product writes a transpose of its result instead, or what elementwise work makes of it and of inputs of the step or of
-              the loop, up to a cast to a wider dtype: if that is in memory; always if it gets narrower, or reads such inputs as they are.
-              What a loop hands on to its next round is copied if a product writes it, which takes as long as the work
+              the loop, up to a cast to a wider dtype, if that is in memory: always where it gets narrower or such inputs are read as
+              they are. What a product writes for a loop's next round is copied, which takes as long as the work: a kernel of its own
 
 Facts: fusion-matmul-prologue, fusion-matmul-prologue-cast, fusion-matmul-prologue-clamp, fusion-matmul-epilogue, fusion-matmul-written,
 fusion-matmul-carry.
@@ -20,6 +20,7 @@ from shardplan._jax import itemsize
 from shardplan.ir.graph import CAST, Graph, Op
 from shardplan.strategies.rule import Rule
 from shardplan.xla_model.fusible import seen_through
+from shardplan.xla_model.merged_products import sharing_products
 from shardplan.xla_model.physical_order import transposed_product
 
 
@@ -76,7 +77,7 @@ def _narrows(graph: Graph, op: Op) -> bool:
 
 def _clamps(graph: Graph, op: Op) -> bool:
     """Whether an op bounds from both sides, or by a number what another bounds on the other side: XLA makes one op of both."""
-    if op.primitive == "clamp":
+    if op.traits.bounds_twice:
         return True
     other = {"max": "min", "min": "max"}.get(op.primitive)
     maker = None if (v := _only_array(graph, op)) is None else graph.ops[graph.maker(v)]
@@ -101,36 +102,44 @@ def _is_input_as_it_is(op: Op) -> bool:
     return op.traits.persistent or op.traits.loop_carry or op.traits.loop_const
 
 
-def written_by_products(graph: Graph, rules: Sequence[Rule]) -> dict[int, tuple[int, bool]]:
-    """Result of a product -> what its kernel writes instead, and whether always, or only if that is in memory at all.
+def written_by_products(graph: Graph, rules: Sequence[Rule]) -> list[tuple[int, int, bool]]:
+    """(result of a product, what its kernel writes instead, whether always or only if that is in memory at all), the furthest first.
 
     A transpose of it; or a chain of elementwise work, of which each reads the one before once and nothing else but inputs of the
-    computation, as far as it gets no wider: always if it ends in a narrower dtype, or behind something that reads such an input.
-    A reshard between the two prevents either; prices add what the second then moves (`costs/tables.py`).
+    computation, as far as it gets no wider, with a cast that ends it: always if that is narrower, or behind something that reads such
+    an input. Products that may be merged go on in the first case alone. A reshard between the two prevents either; prices add what
+    the second then moves (`costs/tables.py`).
     """
-    found = ((transposed_product(graph, op), op.outputs[0]) for op in graph.ops if op.outputs)
-    out = {v: (w, False) for v, w in found if v is not None}
-    for op, rule in zip(graph.ops, rules, strict=True):
+    merged = {at for some in sharing_products(graph, rules) for at, _ in some}
+    out: list[tuple[int, int, bool]] = []
+    for at, (op, rule) in enumerate(zip(graph.ops, rules, strict=True)):
         if op.traits.matmul and rule.fusion == "none":
-            v = w = end = op.outputs[0]
-            carried, widened = 0, None
-            while len(graph.values[end].consumers) == 1 and _follows(graph, rules, at := graph.values[end].consumers[0][0]):
-                reader = graph.ops[at]
-                if graph.values[reader.outputs[0]].itemsize > graph.values[end].itemsize:
-                    widened = reader.outputs[0] if reader.primitive == CAST else None
-                    break
-                end, carried = reader.outputs[0], carried + _reads_input(graph, reader)
-                w = w if reader.traits.copy else end
-            if graph.values[w].itemsize < graph.values[v].itemsize + (carried > 0):
-                out[v] = w, True
-            elif (w := w if widened is None else widened) != v and not _is_for_next_round(graph, rules, w):
-                out.setdefault(v, (w, False))
-    return out
+            v, (w, widened, carried) = op.outputs[0], _chain(graph, rules, op.outputs[0])
+            if graph.values[w].itemsize < graph.values[v].itemsize + carried:
+                out.append((v, w, True))
+            elif widened != v and at not in merged and not _is_for_next_round(graph, rules, widened):
+                out.append((v, widened, False))
+    transposed = ((transposed_product(graph, op), op.outputs[0]) for op in graph.ops if op.outputs)
+    return [*out, *((v, w, True) for v, w in transposed if v is not None)]
+
+
+def _chain(graph: Graph, rules: Sequence[Rule], v: int) -> tuple[int, int, bool]:
+    """Of a product's result the end of the work behind it, without a wider cast and with it, and whether that reads an input as it is."""
+    w = end = v
+    carried = False
+    while len(graph.values[end].consumers) == 1 and _follows(graph, rules, at := graph.values[end].consumers[0][0]):
+        op = graph.ops[at]
+        if graph.values[op.outputs[0]].itemsize > graph.values[end].itemsize:
+            return w, op.outputs[0] if op.primitive == CAST else w, carried
+        end, carried = op.outputs[0], carried or _reads_input(graph, op)
+        w = w if op.traits.copy else end
+    return w, w, carried
 
 
 def written_instead(graph: Graph, rules: Sequence[Rule], written: Sequence[bool]) -> dict[int, int]:
     """Result of a product that its kernel does not write -> what it writes."""
-    return {v: w for v, (w, _) in written_by_products(graph, rules).items() if written[w] and not written[v]}
+    found = ((v, w) for v, w, _ in reversed(written_by_products(graph, rules)) if written[w] and not written[v])
+    return dict(found)
 
 
 def by_products(graph: Graph, rules: Sequence[Rule], written: Sequence[bool]) -> dict[int, int]:

@@ -164,14 +164,14 @@ class Chain:
             states = repair_and_descend(LocalSearch(subproblem.problem, self.deadline), incumbent.states)
             if states is not None:
                 self.tree.offer(subproblem, states)
-        return self.incumbent.settled
+        return self.incumbent.done
 
     def fix_and_rebound(self) -> bool:
         """Bounds the subproblem and fixes what costs more than the cutoff, while fixing removes enough states."""
         while not self.deadline.over():
             self.incumbent.prove(self.value())
             self.first_feasible()
-            if self.incumbent.settled or self.value() > self.ceiling:
+            if self.incumbent.done or self.value() > self.ceiling:
                 return True
             self.subproblem = self.subproblem.warm_started(self.bound())
             self.core_search(self.subproblem, self.bound())
@@ -231,7 +231,7 @@ class Chain:
                     self.primal.run(self.subproblem)
                 remaining = self.tree.search(remaining, target, 1.0 if self.primal is None else TARGET_SHARE)
             self.incumbent.prove(min([target, *(subproblem.bound for subproblem in remaining)]))
-            if self.incumbent.settled or (target >= min(self.incumbent.cutoff, self.ceiling) and not remaining):
+            if self.incumbent.done or (target >= min(self.incumbent.cutoff, self.ceiling) and not remaining):
                 return True
             distance *= 2
             if self.surviving() < 0.6 and self.fix_and_rebound():

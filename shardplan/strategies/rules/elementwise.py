@@ -28,7 +28,7 @@ PLAIN = """
     threefry4x32 xor zeta real imag complex conj
 """
 PROLOGUES = """
-    abs acos acosh asin asinh atan atan2 atanh cbrt ceil clamp cos cosh eq erf exp exp2
+    abs acos acosh asin asinh atan atan2 atanh cbrt ceil cos cosh eq erf exp exp2
     expm1 floor ge gt le log log1p logistic lt max min ne pow rsqrt sin sinh sqrt sub tan tanh
 """
 ITERATED = "igamma igamma_grad_a igammac regularized_incomplete_beta"
@@ -37,6 +37,7 @@ LINEAR = "stop_gradient xla_metadata_value zeros_like"
 
 @rule(*PLAIN.split())
 @rule(*PROLOGUES.split(), traits=Traits(matmul_prologue=True))
+@rule("clamp", traits=Traits(matmul_prologue=True, bounds_twice=True))
 @rule("select_n", traits=Traits(selects=True))
 @rule("mul", "div", traits=Traits(matmul_prologue=True, scaling=True))
 @rule("neg", traits=Traits(matmul_prologue=True, forwards_value=True))

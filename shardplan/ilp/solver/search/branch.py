@@ -42,7 +42,7 @@ class Incumbent:
 
     def __init__(self, problem: Problem, progress: Progress | None, upper_bound: float = np.inf, tolerance: float = 0.0):
         self.progress, self.upper_bound = progress, upper_bound  # answers that cost more are of no use
-        self.tolerance = tolerance  # answers that are better by no more than this fraction are not sought
+        self.tolerance = tolerance  # answers that are better by less than this fraction are not sought
         self.objective, self.bound = np.inf, -np.inf
         self.answer: tuple[tuple[int, ...], Invert] = (), tuple  # states of its subproblem, and the way back: most never take it
         self.exact = all((u.bytes == np.floor(u.bytes)).all() for u in problem.usages)
@@ -87,8 +87,8 @@ class Incumbent:
         return float(np.ceil(sought)) if self.exact else sought
 
     @property
-    def settled(self) -> bool:
-        """Whether the bound proves that there is no answer of the kind that is sought; without a tolerance, that this one is optimal."""
+    def done(self) -> bool:
+        """Whether the bound proves that no answer is sought any more; without a tolerance, that this one is optimal."""
         return self.sought <= self.bound
 
     @property
