@@ -102,7 +102,11 @@ def test_what_several_products_read_for_the_work_behind_them_is_no_operand_that_
     def several(x, z, w, u, b):
         return x @ w + b, z @ u + b
 
+    def narrowed(*args):
+        return [y.astype(jnp.bfloat16) for y in several(*args)]
+
     assert megabytes(several, X, X, X, X, S((1000,), F32)) == pytest.approx(24, rel=0.01)
+    assert megabytes(narrowed, X, X, X, X, S((1000,), F32)) == pytest.approx(20, rel=0.01)
 
 
 WIDTHS = [((64, 64), 0), ((128, 64), 0), ((128, 96), 1), ((96, 96), 1)]

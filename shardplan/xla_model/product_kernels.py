@@ -124,7 +124,7 @@ def written_by_products(graph: Graph, rules: Sequence[Rule]) -> list[tuple[int, 
 
 
 def _chain(graph: Graph, rules: Sequence[Rule], v: int) -> tuple[int, int, bool]:
-    """Of a product's result the end of the work behind it, without a wider cast and with it, and whether that reads an input as it is."""
+    """Of a product's result where the work behind it ends, without and with a wider cast, and whether that reads an input as it is."""
     w = end = v
     carried = False
     while len(graph.values[end].consumers) == 1 and _follows(graph, rules, at := graph.values[end].consumers[0][0]):
