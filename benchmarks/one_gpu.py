@@ -204,7 +204,7 @@ class Ready(NamedTuple):
 
 
 def compiled(one: programs.OneStep) -> Ready | str:
-    """The step, compiled; or what went wrong. XLA tunes kernels while no other thread's program runs or is tuned."""
+    """The step, compiled; or what went wrong."""
     try:
         step, state, batch = one.make()
         lowered = jax.jit(step, donate_argnums=0).lower(state, batch)

@@ -67,6 +67,13 @@ def ops() -> Iterator[OneOp]:
     yield from updates()
 
 
+def adam(p, g, m, v):
+    """The update of a parameter, and its moments; a gradient in 16 bits is widened first."""
+    g = g.astype(F32)
+    m, v = 0.9 * m + 0.1 * g, 0.99 * v + 0.01 * g * g
+    return p - 1e-3 * m * lax.rsqrt(jnp.abs(v) + 1e-8), m, v
+
+
 def elementwise() -> Iterator[OneOp]:
     for dtype in (F32, BF16):
         for n in (1 << k for k in range(10, 29, 2)):
@@ -88,10 +95,6 @@ def elementwise() -> Iterator[OneOp]:
     yield OneOp("column-scale bf16 65536x4096", lambda x, b: x * b[:, None], (of(BF16, 65536, 4096), of(BF16, 65536)))
     yield OneOp("broadcast bf16 4096 to 65536x4096", lambda b: jnp.broadcast_to(b, (65536, 4096)) + 1, (of(BF16, 4096),))
     yield OneOp("scalar-add f32 1", lambda x: x + 1, (of(F32, 1),))
-
-    def adam(p, g, m, v):
-        m, v = 0.9 * m + 0.1 * g, 0.99 * v + 0.01 * g * g
-        return p - 1e-3 * m * lax.rsqrt(jnp.abs(v) + 1e-8), m, v
 
     for n in (1 << 16, 1 << 20, 1 << 24, 1 << 27):
         yield OneOp(f"adam f32 {n}", adam, (of(F32, n),) * 4)
@@ -410,7 +413,7 @@ def chains() -> Iterator[OneOp]:
 
 
 def drawn_dots() -> Iterator[OneOp]:
-    """Products of drawn sizes: of 1 GFLOP to 2 TFLOP, dims of multiples of 8 and odd ones."""
+    """Products of drawn sizes, of some 1 GFLOP to 2 TFLOP: four of five have dims of multiples of 64, the others of any size."""
     rng = np.random.default_rng(0)
     for dtype, count in ((BF16, 40), (F32, 20)):
         for _ in range(count):
@@ -478,10 +481,6 @@ def routing() -> Iterator[OneOp]:
 
 def updates() -> Iterator[OneOp]:
     """Optimizers' kernels."""
-
-    def adam(p, g, m, v):
-        m, v = 0.9 * m + 0.1 * g.astype(F32), 0.99 * v + 0.01 * lax.square(g.astype(F32))
-        return p - 1e-3 * m / (jnp.sqrt(v) + 1e-8), m, v
 
     def mixed(p, g, m, v):
         p, m, v = adam(p, g, m, v)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -44,7 +44,7 @@ class PlannedStep:
     traceable: Callable
     in_shardings: Sequence
     donated: Sequence[int]
-    returned: Sequence[int]
+    returned: Collection[int]
     asked: Options | None = None
 
     def __call__(self, *operands, expects_move: bool = False, foreign: bool = False):

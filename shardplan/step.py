@@ -423,7 +423,7 @@ class TracedStep:
         )
         if on_twin and not _jax.is_auto(self.auto.mesh):
             jitted = _jax.on_twin(jitted, self.twin, self.auto.mesh)
-        traceable, returned = functools.partial(step, keep_types=True), [a for a, _ in self.traced.tied]
+        traceable, returned = functools.partial(step, keep_types=True), frozenset(a for a, _ in self.traced.tied)
         return PlannedStep(plan, self.auto.mesh, jitted, traceable, in_shardings, self.traced.donated, returned)
 
 

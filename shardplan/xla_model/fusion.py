@@ -288,7 +288,7 @@ def _with_kernels(
     computed, instead = _elements(graph, kernels, work), written_instead(graph, rules, kernels.written)
     summed = _summed_by(graph, rules, kernels, instead)
     zeros = stack_zeros(graph)
-    for at, ((operands, results), sums) in enumerate(zip(counts, _partial_moves(graph, rules, kernels), strict=True)):
+    for at, ((operands, results), sums) in enumerate(zip(counts, _partial_moves(graph, rules, kernels, instead), strict=True)):
         yield KernelTraffic(
             operands,
             results,
@@ -331,12 +331,12 @@ def _read_behind(graph: Graph, rules: Sequence[Rule], written: Sequence[bool], p
     return out
 
 
-def _partial_moves(graph: Graph, rules: Sequence[Rule], kernels: Kernels) -> Iterator[int]:
+def _partial_moves(graph: Graph, rules: Sequence[Rule], kernels: Kernels, instead: Mapping[int, int]) -> Iterator[int]:
     """Per op, how many times kernels move its result where only partial sums are written; 0 where it is written anyway.
 
-    What products write instead of their results costs nothing then, nor does what they compute on the way. The optimizer reads shards.
+    What products write instead of their results (`written_instead`) costs nothing then, nor does what they compute on the way. The
+    optimizer reads shards.
     """
-    instead = written_instead(graph, rules, kernels.written)
     by_product = {u for v, w in instead.items() for u in computed_on_the_way(graph, v, w)}
     for at, op in enumerate(graph.ops):
         unwritten = rules[at].fusion == "loop" and not any(kernels.written[v] or v in by_product for v in op.outputs)

@@ -107,8 +107,8 @@ def written_by_products(graph: Graph, rules: Sequence[Rule]) -> list[tuple[int, 
 
     A transpose of it; or a chain of elementwise work, of which each reads the one before once and nothing else but inputs of the
     computation, as far as it gets no wider, with a cast that ends it: always if that is narrower, or behind something that reads such
-    an input. Products that may be merged go on in the first case alone. A reshard between the two prevents either; prices add what
-    the second then moves (`costs/tables.py`).
+    an input; products that may be merged do nothing else. A reshard between the two prevents either; prices add what the second then
+    moves (`costs/tables.py`).
     """
     merged = {at for some in sharing_products(graph, rules) for at, _ in some}
     out: list[tuple[int, int, bool]] = []

@@ -152,10 +152,8 @@ class Chain:
         relaxed = replace(subproblem, problem=free, invert=tuple, offset=0.0, bound=-np.inf)
         relaxed = relaxed.restrict(result, self.cutoff(), deadline=self.deadline)
         seconds = None if self.deadline.time_limit is None else 0.5 * self.deadline.seconds_left
-        deadline, incumbent = (
-            Deadline(seconds, 0.5 * self.deadline.work),
-            Incumbent(free, None, self.cutoff(), self.incumbent.tolerance),
-        )
+        deadline = Deadline(seconds, 0.5 * self.deadline.work)
+        incumbent = Incumbent(free, None, self.cutoff(), self.incumbent.tolerance)
         if relaxed is None or Chain(relaxed, incumbent, deadline, self.settings).run():
             incumbent.prove(np.inf)
         self.deadline.spend(deadline.spent)
