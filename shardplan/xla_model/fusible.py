@@ -1,5 +1,8 @@
 """What a kernel of fused ops may hold of the ops around it: which readers compute an array again, and what they read instead.
 
+Of the operands of an op, literals and scalars are no arrays (`array_operands`); one number that is broadcast has the shape of one, but
+is computed where it is read (`is_scalar_broadcast`).
+
 Facts: fusion-loop.
 """
 
@@ -17,6 +20,16 @@ def absorbs(graph: Graph, rules: Sequence[Rule], producer: Op, at: int, prologue
     """Whether op `at` computes what `producer` makes inside its own kernel."""
     reader, inside = graph.ops[at], graph.ops[at].traits.copy or not graph.ops[at].traits.border
     return inside and producer.runs_in == reader.loop and (rules[at].fusion in FUSIBLE or (prologue and reader.traits.matmul))
+
+
+def array_operands(graph: Graph, op: Op) -> list[int]:
+    """The operands of an op that are arrays: neither literals nor scalars."""
+    return [v for v in op.inputs if v is not None and graph.values[v].shape]
+
+
+def is_scalar_broadcast(graph: Graph, v: int) -> bool:
+    """Whether a value is one number, broadcast, or a copy of that."""
+    return graph.ops[graph.maker(v)].scalar_broadcast
 
 
 def seen_through(graph: Graph, rules: Sequence[Rule], at: int) -> bool:

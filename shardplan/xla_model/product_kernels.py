@@ -19,7 +19,7 @@ from functools import partial
 from shardplan._jax import itemsize
 from shardplan.ir.graph import CAST, Graph, Op
 from shardplan.strategies.rule import Rule
-from shardplan.xla_model.fusible import seen_through
+from shardplan.xla_model.fusible import array_operands, is_scalar_broadcast, seen_through
 from shardplan.xla_model.merged_products import sharing_products
 from shardplan.xla_model.physical_order import transposed_product
 
@@ -59,7 +59,7 @@ def _follows_product(graph: Graph, rules: Sequence[Rule], op: Op) -> bool:
     """Whether an op ends a chain that a product's kernel can compute: each op reads the one before, which nothing else reads."""
     at = graph.values[op.outputs[0]].producer[0]
     while not (graph.ops[at].traits.matmul and rules[at].fusion == "none"):
-        made = [v for v in graph.ops[at].inputs if v is not None and graph.values[v].shape and not _is_input(graph, v)]
+        made = [v for v in array_operands(graph, graph.ops[at]) if not _is_input(graph, v)]
         if len(made) != 1 or len(graph.values[made[0]].consumers) != 1 or not _follows(graph, rules, at):
             return False
         at = graph.values[made[0]].producer[0]
@@ -86,7 +86,7 @@ def _clamps(graph: Graph, op: Op) -> bool:
 
 def _only_array(graph: Graph, op: Op) -> int | None:
     """The one operand of an op that is no number, if all others are."""
-    arrays = [v for v in op.inputs if v is not None and graph.values[v].shape and not graph.ops[graph.maker(v)].scalar_broadcast]
+    arrays = [v for v in array_operands(graph, op) if not is_scalar_broadcast(graph, v)]
     return arrays[0] if len(arrays) == 1 else None
 
 
@@ -175,13 +175,11 @@ def _follows(graph: Graph, rules: Sequence[Rule], at: int) -> bool:
     op = graph.ops[at]
     if op.traits.copy:
         return op.is_follower
-    made = [
-        v for v in op.inputs if v is not None and graph.values[v].shape and not graph.ops[graph.values[v].producer[0]].scalar_broadcast
-    ]
+    made = [v for v in array_operands(graph, op) if not is_scalar_broadcast(graph, v) and not _is_input(graph, v)]
     possible = op.traits.matmul_prologue or op.traits.transpose or op.primitive == CAST
-    return possible and (op.phase != "update" or op.loop >= 0) and sum(not _is_input(graph, v) for v in made) == 1
+    return possible and (op.phase != "update" or op.loop >= 0) and len(made) == 1
 
 
 def _reads_input(graph: Graph, op: Op) -> bool:
     """Whether an op reads an array that is an input of the computation as it is, the step's or a loop's."""
-    return any(_is_input_as_it_is(graph.ops[graph.maker(v)]) for v in op.inputs if v is not None and graph.values[v].shape)
+    return any(_is_input_as_it_is(graph.ops[graph.maker(v)]) for v in array_operands(graph, op))

@@ -31,7 +31,7 @@ from typing import NamedTuple
 
 from shardplan.ir.graph import CAST, Graph, Op
 from shardplan.strategies.rule import Rule
-from shardplan.xla_model.fusible import seen_through
+from shardplan.xla_model.fusible import array_operands, is_scalar_broadcast, seen_through
 from shardplan.xla_model.physical_order import Dims, PhysicalOrders
 
 ROW_ELEMENTS = 1 << 14
@@ -79,8 +79,7 @@ def row_kernels(graph: Graph, rules: Sequence[Rule], orders: PhysicalOrders, alo
                 statistics.add(op.outputs[0])
         elif _is_elementwise(graph, rules, at) and follows:
             behind[at] = True
-            arrays = (v for v in op.inputs if v is not None and graph.values[v].shape)
-            if all(v in statistics for v in arrays) and not op.traits.broadcast:
+            if statistics.issuperset(array_operands(graph, op)) and not op.traits.broadcast:
                 statistics.update(op.outputs)
             if rules[at].fusion == "loop" and _is_reduced_otherwise(graph, rules, orders, op):
                 end = _narrowest(graph, rules, behind, op.outputs[0])
@@ -116,7 +115,7 @@ def _narrowest(graph: Graph, rules: Sequence[Rule], behind: Sequence[bool], v: i
     best = v
     while True:
         op = graph.ops[graph.values[v].producer[0]]
-        arrays = [u for u in op.inputs if u is not None and graph.values[u].shape]
+        arrays = array_operands(graph, op)
         if len(arrays) != 1 or not behind[at := graph.values[v := arrays[0]].producer[0]]:
             return best
         shared = len({*graph.readers(v)} - graph.dead) > 1
@@ -227,10 +226,10 @@ def _is_seed(graph: Graph, rules: Sequence[Rule], at: int) -> bool:
         if len(readers) != 1 or not _is_elementwise(graph, rules, readers[0]) or graph.ops[readers[0]].loop != op.loop:
             return False
         reader = graph.ops[readers[0]]
-        others = [u for u in reader.inputs if u is not None and graph.original(u) != v and graph.values[u].shape]
+        others = [u for u in array_operands(graph, reader) if graph.original(u) != v]
         if others and reader.outs[0].size == size:
             return any(not sources.isdisjoint(_unary_sources(graph, rules, u)) for u in others)
-        if not all(_is_scalar(graph, u) for u in others) or (reader.outs[0].size == 1 and reader.traits.scaling):
+        if not all(is_scalar_broadcast(graph, u) for u in others) or (reader.outs[0].size == 1 and reader.traits.scaling):
             return False
         v = reader.outputs[0]
 
@@ -243,9 +242,5 @@ def _unary_sources(graph: Graph, rules: Sequence[Rule], v: int | None) -> Iterat
         op = graph.ops[at]
         if not _is_elementwise(graph, rules, at) or op.traits.broadcast:
             return
-        arrays = {graph.original(u) for u in op.inputs if u is not None and graph.values[u].shape and not _is_scalar(graph, u)}
+        arrays = {graph.original(u) for u in array_operands(graph, op) if not is_scalar_broadcast(graph, u)}
         v = arrays.pop() if len(arrays) == 1 else None
-
-
-def _is_scalar(graph: Graph, v: int) -> bool:
-    return graph.ops[graph.maker(v)].scalar_broadcast

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from shardplan.ir.graph import Graph
 from shardplan.strategies.rule import Rule
+from shardplan.xla_model.fusible import is_scalar_broadcast
 
 
 class SummedScatter(NamedTuple):
@@ -33,7 +34,7 @@ def summed_scatters(graph: Graph) -> dict[int, SummedScatter]:
     taken = set[int]()
     for at, op in enumerate(graph.ops):
         zeros = op.inputs[0] if op.traits.scatter == "add" and at not in graph.dead else None
-        if zeros is None or not graph.ops[graph.maker(zeros)].scalar_broadcast:
+        if zeros is None or not is_scalar_broadcast(graph, zeros):
             continue
         readers = {*graph.readers(v := op.outputs[0])} - graph.dead
         addition = readers.pop() if len(readers) == 1 else -1
@@ -41,7 +42,7 @@ def summed_scatters(graph: Graph) -> dict[int, SummedScatter]:
             continue
         others = [u for u in add.inputs if u is not None and graph.original(u) != v]
         same = len(others) == 1 and graph.values[others[0]].shape == graph.values[v].shape
-        if same and not graph.ops[graph.maker(others[0])].scalar_broadcast:
+        if same and not is_scalar_broadcast(graph, others[0]):
             taken.add(addition)
             out[at] = SummedScatter(addition, graph.original(zeros), others[0])
     return out
