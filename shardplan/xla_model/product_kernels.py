@@ -117,7 +117,7 @@ def written_by_products(graph: Graph, rules: Sequence[Rule]) -> list[tuple[int, 
             v, (w, widened, carried) = op.outputs[0], _chain(graph, rules, op.outputs[0])
             if graph.values[w].itemsize < graph.values[v].itemsize + carried:
                 out.append((v, w, True))
-            elif widened != v and at not in merged and not _is_for_next_round(graph, rules, widened):
+            elif widened != v and at not in merged and not _is_next_carry(graph, rules, widened):
                 out.append((v, widened, False))
     transposed = ((transposed_product(graph, op), op.outputs[0]) for op in graph.ops if op.outputs)
     return [*out, *((v, w, True) for v, w in transposed if v is not None)]
@@ -147,15 +147,26 @@ def by_products(graph: Graph, rules: Sequence[Rule], written: Sequence[bool]) ->
     return {
         graph.values[u].producer[0]: graph.values[v].producer[0]
         for v, w in written_instead(graph, rules, written).items()
-        if not _is_for_next_round(graph, rules, w, alone=True)
+        if not _is_only_next_carry(graph, rules, w)
         for u in computed_on_the_way(graph, v, w)
     }
 
 
-def _is_for_next_round(graph: Graph, rules: Sequence[Rule], v: int, alone: bool = False) -> bool:
-    """Whether a value is a loop's next carry; `alone`: and nothing else."""
-    reached = [at for at in graph.reached(v, partial(seen_through, graph, rules)) if not seen_through(graph, rules, at)]
-    return bool(reached) and (all if alone else any)(graph.ops[at].traits.loop_next for at in reached)
+def _is_next_carry(graph: Graph, rules: Sequence[Rule], v: int) -> bool:
+    """Whether a value is a loop's next carry, whatever else reads it."""
+    return any(op.traits.loop_next for op in _last_readers(graph, rules, v))
+
+
+def _is_only_next_carry(graph: Graph, rules: Sequence[Rule], v: int) -> bool:
+    """Whether a value is a loop's next carry, and nothing else reads it."""
+    readers = [*_last_readers(graph, rules, v)]
+    return bool(readers) and all(op.traits.loop_next for op in readers)
+
+
+def _last_readers(graph: Graph, rules: Sequence[Rule], v: int) -> Iterator[Op]:
+    """The ops that read a value as it is, or behind views and copies."""
+    reached = graph.reached(v, partial(seen_through, graph, rules))
+    return (graph.ops[at] for at in reached if not seen_through(graph, rules, at))
 
 
 def computed_on_the_way(graph: Graph, v: int, w: int) -> Iterator[int]:
