@@ -33,7 +33,7 @@ from shardplan.xla_model.expensive import cheaper_to_read
 from shardplan.xla_model.fusible import absorbs, fuses, read_array, read_by_fusion, seen_through
 from shardplan.xla_model.kernel_groups import Kernel, Kernels
 from shardplan.xla_model.overlapping_parts import elements_read
-from shardplan.xla_model.product_kernels import by_products, computed_on_the_way, prologues, written_by_products, written_instead
+from shardplan.xla_model.product_kernels import computed_on_the_way, prologues, written_by_products
 from shardplan.xla_model.ragged import masked_by_op
 from shardplan.xla_model.row_kernels import RowKernels, masks, reduced_apart, reduces_columns, rows_read
 from shardplan.xla_model.stack_zeros import stack_zeros
@@ -171,8 +171,7 @@ class FusedKernels:
 
 def fused_kernels(graph: Graph, rules: Sequence[Rule], kernels: Kernels) -> FusedKernels:
     """The kernels of a step by number. Products have a number, too, for what is computed inside them; what they write is their own."""
-    instead = written_instead(graph, rules, kernels.written)
-    ends = frozenset(instead.values())
+    instead, ends = kernels.instead, frozenset(kernels.instead.values())
     numbers: dict[Kernel, int] = {key: n for n, key in enumerate(dict.fromkeys(kernels.own))}
     own, inside, rows, readers = [], [], set[int](), dict[int, set[Kernel]]()
     for at, op in enumerate(graph.ops):
@@ -191,9 +190,7 @@ def fused_kernels(graph: Graph, rules: Sequence[Rule], kernels: Kernels) -> Fuse
     reduced = {
         (number, v) for at in kernels.rows.fused - graph.dead for v in _sources(graph, kernels.written, at) for number in inside[at]
     }
-    return FusedKernels(
-        tuple(own), tuple(inside), frozenset(rows), frozenset(reduced), inputs, by_products(graph, rules, kernels.written)
-    )
+    return FusedKernels(tuple(own), tuple(inside), frozenset(rows), frozenset(reduced), inputs, kernels.products)
 
 
 def _sources(graph: Graph, written: Sequence[bool], at: int) -> set[int]:
@@ -233,18 +230,18 @@ def kernel_traffic(
 ) -> tuple[KernelTraffic, ...]:
     """What every op moves: each kernel reads an array once, on behalf of the first op that needs it; `wide` as of `kept_wide`."""
     own, inside, written, orders = kernels.own, kernels.inside, kernels.written, kernels.rows.orders
-    ends = frozenset((by_product := written_instead(graph, rules, written)).values())
+    by_product, ends = kernels.instead, frozenset(kernels.instead.values())
     seen: dict[tuple[Kernel, int], float] = {}  # bytes of an array that a kernel has read or made
     work, stands = defaultdict[Kernel, _Work](_Work), dict[Kernel, int]()
     before = defaultdict[int, float](float)  # product -> bytes read to compute its operand
     counts: list[Counts] = []
     scatters, wanted = summed_scatters(graph), _computed_whole(graph, kernels)
-    behind = _read_behind(graph, rules, written, products := by_products(graph, rules, written))
+    behind = _read_behind(graph, rules, kernels)
     additions = {found.addition for found in scatters.values()}
     for at, op in enumerate(graph.ops):
         operands: list[float] = [0] * len(op.inputs)
         results: list[float] = [behind.get(at, 0.0)] * len(op.outputs)
-        idle = op.traits.moves_nothing or at in graph.dead or at in additions or at in products
+        idle = op.traits.moves_nothing or at in graph.dead or at in additions or at in kernels.products
         for k, root, size, part in () if idle else _reads(graph, rules, written, at):
             times = WIDER if root in wide and computes(op, rules[at]) else 1.0
             whole = times * max(graph.values[root].bytes, 1.0)
@@ -285,10 +282,8 @@ def _with_kernels(
 ) -> Iterator[KernelTraffic]:
     """What every op moves, given its `counts` of operands and results, and the work of the kernels that ops stand for."""
     orders, masked, again = kernels.rows.orders, masked_by_op(graph), _row_bytes(graph, rules, kernels)
-    computed, instead = _elements(graph, kernels, work), written_instead(graph, rules, kernels.written)
-    summed = _summed_by(graph, rules, kernels, instead)
-    zeros = stack_zeros(graph)
-    for at, ((operands, results), sums) in enumerate(zip(counts, _partial_moves(graph, rules, kernels, instead), strict=True)):
+    computed, summed, zeros = _elements(graph, kernels, work), _summed_by(graph, rules, kernels), stack_zeros(graph)
+    for at, ((operands, results), sums) in enumerate(zip(counts, _partial_moves(graph, rules, kernels), strict=True)):
         yield KernelTraffic(
             operands,
             results,
@@ -319,25 +314,22 @@ def _reads(graph: Graph, rules: Sequence[Rule], written: Sequence[bool], at: int
             yield k, root, graph.values[root].bytes, False
 
 
-def _read_behind(graph: Graph, rules: Sequence[Rule], written: Sequence[bool], products: Mapping[int, int]) -> dict[int, float]:
-    """Product -> bytes over its result's that its kernel reads for what it computes behind it, arrays that it multiplies included.
-
-    `products` as of `by_products`.
-    """
+def _read_behind(graph: Graph, rules: Sequence[Rule], kernels: Kernels) -> dict[int, float]:
+    """Product -> bytes over its result's that its kernel reads for what it computes behind it, arrays that it multiplies included."""
     out: dict[int, float] = {}
-    for at, product in products.items():
-        read = sum(size for _, _, size, _ in _reads(graph, rules, written, at))
+    for at, product in kernels.products.items():
+        read = sum(size for _, _, size, _ in _reads(graph, rules, kernels.written, at))
         out[product] = out.get(product, 0.0) + read / max(1.0, graph.values[graph.ops[product].outputs[0]].bytes)
     return out
 
 
-def _partial_moves(graph: Graph, rules: Sequence[Rule], kernels: Kernels, instead: Mapping[int, int]) -> Iterator[int]:
+def _partial_moves(graph: Graph, rules: Sequence[Rule], kernels: Kernels) -> Iterator[int]:
     """Per op, how many times kernels move its result where only partial sums are written; 0 where it is written anyway.
 
     What products write instead of their results (`written_instead`) costs nothing then, nor does what they compute on the way. The
     optimizer reads shards.
     """
-    by_product = {u for v, w in instead.items() for u in computed_on_the_way(graph, v, w)}
+    by_product = {u for v, w in kernels.instead.items() for u in computed_on_the_way(graph, v, w)}
     for at, op in enumerate(graph.ops):
         unwritten = rules[at].fusion == "loop" and not any(kernels.written[v] or v in by_product for v in op.outputs)
         yield 1 + sum(not updates for _, _, updates, *_ in kernels.inside[at]) if unwritten else 0
@@ -369,7 +361,7 @@ def _moved_besides(graph: Graph, rules: Sequence[Rule], written: Sequence[bool],
         yield len(op.inputs) - 1, 1.0 + (op.traits.scatter != "set")
 
 
-def _summed_by(graph: Graph, rules: Sequence[Rule], kernels: Kernels, by_product: Mapping[int, int]) -> dict[int, int]:
+def _summed_by(graph: Graph, rules: Sequence[Rule], kernels: Kernels) -> dict[int, int]:
     """Product -> number of fused kernels that read its result, and sum its parts if it is split (fact: product-parts-summed).
 
     Kernels of products do not, nor those that sum columns, or begin with a sum.
@@ -377,7 +369,7 @@ def _summed_by(graph: Graph, rules: Sequence[Rule], kernels: Kernels, by_product
     columns, out = _columns(graph, kernels), dict[int, int]()
     for at, op in enumerate(graph.ops):
         if op.traits.matmul and rules[at].fusion == "none" and at not in graph.dead:
-            v = by_product.get(op.outputs[0], op.outputs[0])
+            v = kernels.instead.get(op.outputs[0], op.outputs[0])
             maker, found = graph.ops[graph.values[v].producer[0]], set[Kernel]()
             for reader in graph.reached(v, lambda c: seen_through(graph, rules, c)):
                 stacks = graph.ops[reader].traits.loop_stack and maker.runs_in == graph.ops[reader].loop

@@ -24,7 +24,7 @@ from shardplan.ir.graph import Graph, Op, components
 from shardplan.strategies.rule import Rule
 from shardplan.xla_model.fusible import absorbs, fuses, read_by_fusion
 from shardplan.xla_model.overlapping_parts import moves_elements, overlapping
-from shardplan.xla_model.product_kernels import by_products
+from shardplan.xla_model.product_kernels import by_products, written_instead
 from shardplan.xla_model.row_kernels import RowKernels, row_kernels
 
 EXPONENTIALS = ("exp", "exp2")
@@ -46,12 +46,16 @@ class Kernels:
         inside: per op, those that compute it: its own where it writes, all its readers' where it does not.
         written: per value, whether a kernel writes it; what stays on chip with its row is not.
         rows: the reductions that stay there.
+        instead: result of a product that its kernel does not write -> what it writes (`written_instead`).
+        products: op -> the product behind which its kernel computes it (`by_products`).
     """
 
     own: list[Kernel]
     inside: list[set[Kernel]]
     written: list[bool]
     rows: RowKernels
+    instead: dict[int, int]
+    products: dict[int, int]
 
 
 def is_expensive(op: Op, recomputed_bytes: float) -> bool:
@@ -103,7 +107,7 @@ def _grouped_kernels(
         written[v] &= not all(
             absorbs(graph, rules, maker, reader, prologue=False) for reader in graph.readers(v) if reader not in graph.dead
         )
-    products = by_products(graph, rules, written)
+    products = by_products(graph, rules, instead := written_instead(graph, rules, written))
     groups, homes = _groups(graph, rules, written, products), []
     levels: list[int] = []  # per op, the reductions, products and partial sums that it waits for, one behind the other
     over = [
@@ -132,7 +136,7 @@ def _grouped_kernels(
         (*key, -1 - at if rows.behind[at] or joined[at] else reduced or first.get(key))
         for at, (key, reduced) in enumerate(zip(homes, over, strict=True))
     ]
-    return Kernels(own, computed_in(graph, written, own), written, rows)
+    return Kernels(own, computed_in(graph, written, own), written, rows, instead, products)
 
 
 def computed_in(

@@ -13,7 +13,7 @@ fusion-matmul-carry.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
 from shardplan._jax import itemsize
@@ -142,11 +142,14 @@ def written_instead(graph: Graph, rules: Sequence[Rule], written: Sequence[bool]
     return dict(found)
 
 
-def by_products(graph: Graph, rules: Sequence[Rule], written: Sequence[bool]) -> dict[int, int]:
-    """Op -> the product behind which its kernel computes it, for what ops read; a loop's next round reads what is written anyway."""
+def by_products(graph: Graph, rules: Sequence[Rule], instead: Mapping[int, int]) -> dict[int, int]:
+    """Op -> the product behind which its kernel computes it, for what ops read; a loop's next round reads what is written anyway.
+
+    `instead` as of `written_instead`.
+    """
     return {
         graph.values[u].producer[0]: graph.values[v].producer[0]
-        for v, w in written_instead(graph, rules, written).items()
+        for v, w in instead.items()
         if not _is_only_next_carry(graph, rules, w)
         for u in computed_on_the_way(graph, v, w)
     }
