@@ -96,7 +96,7 @@ class StepFacts:
         recomputed_bytes = recomputed_from(device) if device else inf
         written = materialised(graph, seen, sums, rows, recomputed_bytes)
         kernels = kernels_of(graph, seen, written, sums, rows, recomputed_bytes)
-        fused = fused_kernels(graph, seen, kernels_of(graph, seen, written, sums, rows, delayed=False))
+        fused = fused_kernels(graph, seen, kernels_of(graph, seen, written, sums, rows, merged=False))
         wide = kept_wide(graph, seen, kernels, device)
         around = with_convolutions(graph, seen, kernel_traffic(graph, seen, kernels, wide), device)
         return cls(

@@ -70,13 +70,14 @@ def kernels_of(
     sums: Sequence[bool],
     rows: RowKernels,
     recomputed_bytes: float = inf,
-    delayed: bool = True,
+    merged: bool = True,
 ) -> Kernels:
     """The kernels where `written` values are in memory. A reduction of exponentials that several would compute is written.
 
-    Unless `delayed`, kernels with something expensive are apart from later ones that need it, too: how long each waits for what.
+    Unless `merged`, kernels with something expensive are apart from later ones that could hold it (fact: fusion-later): how long each
+    waits for what.
     """
-    expensive = frozenset(at for at, op in enumerate(graph.ops) if delayed and is_expensive(op, recomputed_bytes))
+    expensive = frozenset(at for at, op in enumerate(graph.ops) if merged and is_expensive(op, recomputed_bytes))
     first = _grouped_kernels(graph, rules, written, sums, rows, expensive)
     alone, exponentials = set[int](), [False] * len(graph.ops)
     for at, op in enumerate(graph.ops):
@@ -130,8 +131,8 @@ def _grouped_kernels(
     joined = _joined(graph, rules, written)
     zeros = (op.scalar_broadcast and written[op.outputs[0]] for op in graph.ops)
     pairs = zip(homes, rows.behind, joined, zeros, strict=True)
-    alone = {home for home, *some in pairs if home in first or any(some)}
-    homes = _delayed(graph, rules, written, sums, homes, {homes[at] for at in expensive} - alone)
+    stays = {home for home, *some in pairs if home in first or any(some)}  # reduces, keeps rows, concatenates or writes zeros
+    homes = _merged_into_later(graph, rules, written, sums, homes, {homes[at] for at in expensive} - stays)
     own = [
         (*key, -1 - at if rows.behind[at] or joined[at] else reduced or first.get(key))
         for at, (key, reduced) in enumerate(zip(homes, over, strict=True))
@@ -157,18 +158,18 @@ Home = tuple[int, int, bool, int]
 """Group of ops, how many kernels they wait for, whether they update the state, loop."""
 
 
-def _delayed(
-    graph: Graph, rules: Sequence[Rule], written: Sequence[bool], sums: Sequence[bool], homes: Sequence[Home], some: Set[Home]
+def _merged_into_later(
+    graph: Graph, rules: Sequence[Rule], written: Sequence[bool], sums: Sequence[bool], homes: Sequence[Home], movable: Set[Home]
 ) -> list[Home]:
-    """Where ops are computed, if `some` kernels wait for the later ones of their groups where they can.
+    """Per op, where it is computed once each `movable` kernel is part of the next one of its group, unless that one waits for it.
 
-    They can if nothing that the later one waits for is made of them. They hold something expensive, which the later one needs, too,
-    and do not reduce, concatenate, keep rows on chip, or write zeros.
+    The next one waits for a kernel, and for those that are part of it by then, if it needs what other groups make of their results, or
+    a reduction or partial sum that they write.
     """
     later: dict[tuple, list[Home]] = {}
     for home in sorted({home for home in homes if home[0] >= 0}, key=lambda home: home[:2]):
         later.setdefault((home[0], *home[2:]), []).append(home)
-    chains = [chain for chain in later.values() if len(chain) > 1 and not some.isdisjoint(chain)]
+    chains = [chain for chain in later.values() if len(chain) > 1 and not movable.isdisjoint(chain)]
     bits = {home: 1 << n for n, home in enumerate(home for chain in chains for home in chain)}
     if not bits:
         return [*homes]
@@ -186,7 +187,7 @@ def _delayed(
         joined = 0
         for home, following in pairwise(chain):
             joined |= bits[home]
-            if home in some and not joined & before[following]:
+            if home in movable and not joined & before[following]:
                 moved[home] = following
             else:
                 joined = 0
