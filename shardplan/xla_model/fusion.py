@@ -39,7 +39,7 @@ from shardplan.xla_model.row_kernels import RowKernels, masks, reduced_apart, re
 from shardplan.xla_model.stack_zeros import stack_zeros
 from shardplan.xla_model.summed_scatters import copies, summed_scatters
 from shardplan.xla_model.traffic import KernelTraffic
-from shardplan.xla_model.wide_elementwise import WIDER, computes
+from shardplan.xla_model.wide_elementwise import WIDER, computes_numbers
 
 
 def materialised(
@@ -69,8 +69,7 @@ def materialised(
             out[v] = False
         elif fusion == "loop" and not op.scalar_broadcast:
             readers = [c for c in reached if not seen_through(graph, rules, c)]
-            computes = partial(_computes_row, graph, rows, at)
-            out[v] = not all(computes(c) or absorbs(graph, rules, op, c, v in prologue) for c in readers)
+            out[v] = not all(_stacks_row(graph, rows, at, c) or absorbs(graph, rules, op, c, v in prologue) for c in readers)
             out[v] |= v in into_products
             out[v] |= v in rows.ends
             out[v] |= _moves_or_sums(op, fusion) and _needs_memory(graph, out, rows, v)
@@ -86,9 +85,9 @@ def materialised(
     return tuple(written or v in once for v, written in enumerate(out))
 
 
-def _computes_row(graph: Graph, rows: RowKernels, at: int, stack: int) -> bool:
-    """Whether the kernel that puts a row into a stack computes the row, which op `at` makes; it keeps no rows on chip for that."""
-    op, reader = graph.ops[at], graph.ops[stack]
+def _stacks_row(graph: Graph, rows: RowKernels, at: int, c: int) -> bool:
+    """Whether reader `c` puts what op `at` makes into a stack, as a row that its kernel computes; that keeps no rows on chip for it."""
+    op, reader = graph.ops[at], graph.ops[c]
     return reader.traits.loop_stack and op.runs_in == reader.loop and not rows.behind[at]
 
 
@@ -243,7 +242,7 @@ def kernel_traffic(
         results: list[float] = [behind.get(at, 0.0)] * len(op.outputs)
         idle = op.traits.moves_nothing or at in graph.dead or at in additions or at in kernels.products
         for k, root, size, part in () if idle else _reads(graph, rules, written, at):
-            times = WIDER if root in wide and computes(op, rules[at]) else 1.0
+            times = WIDER if root in wide and computes_numbers(op, rules[at]) else 1.0
             whole = times * max(graph.values[root].bytes, 1.0)
             for kernel in inside[at]:
                 new = min(times * size, whole - seen.get((kernel, root), 0.0))  # slices read parts, together no more than the whole

@@ -38,12 +38,13 @@ def kept_wide(graph: Graph, rules: Sequence[Rule], kernels: Kernels, device: Dev
     if gpu is None or gpu.compute_capability >= HOPPER:
         return out
     for at, op in enumerate(graph.ops):
-        for v in op.outputs if at not in graph.dead and computes(op, rules[at]) else ():
+        for v in op.outputs if at not in graph.dead and computes_numbers(op, rules[at]) else ():
             if not kernels.written[v] or graph.values[v].dtype != jnp.bfloat16:
                 continue
             wide = narrow = False
             for reader in {*graph.readers(v)} - graph.dead:
-                if not absorbs(graph, rules, op, reader, prologue=False) or not computes(graph.ops[reader], rules[reader]):
+                elementwise = computes_numbers(graph.ops[reader], rules[reader])
+                if not (elementwise and absorbs(graph, rules, op, reader, prologue=False)):
                     narrow = True
                 elif kernels.inside[reader] - {kernels.own[at]}:
                     wide = True
@@ -52,9 +53,13 @@ def kept_wide(graph: Graph, rules: Sequence[Rule], kernels: Kernels, device: Dev
     return out
 
 
-def computes(op: Op, rule: Rule) -> bool:
-    """Whether an op computes new numbers, elementwise or as a sum, and moves none."""
-    moves = (
-        moves_elements(op) or op.traits.selects or op.traits.broadcast or op.traits.gather or op.traits.concatenates or op.traits.border
-    )
-    return rule.fusion in ("loop", "reduce") and not moves and not op.traits.transpose
+def computes_numbers(op: Op, rule: Rule) -> bool:
+    """Whether an op of a fusion computes new numbers, elementwise or as a sum."""
+    return rule.fusion in ("loop", "reduce") and not _hands_on_numbers(op)
+
+
+def _hands_on_numbers(op: Op) -> bool:
+    """Whether the numbers of a result are those of an operand: some of them, elsewhere, or several times."""
+    traits = op.traits
+    chosen = traits.selects or traits.gather or traits.broadcast or traits.concatenates or traits.transpose
+    return chosen or traits.border or moves_elements(op)
