@@ -4,7 +4,7 @@
                  + what a fused kernel's bytes fall short of its elements and its latency
 
 Matrix products, convolutions and attention kernels take the seconds of their shape on one device (`mesh/rates.py`). `bytes` are
-those that the op's kernels read and write on its behalf (`xla_model/fusion.py`).
+those that the op's kernels read and write on its behalf (`xla_model/bytes_moved.py`).
 
 Also known as the roofline model: Williams, Waterman and Patterson, Communications of the ACM 52(4), 2009.
 """

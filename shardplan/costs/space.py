@@ -25,13 +25,15 @@ from shardplan.strategies.enumerate import AxisFactors, OpStrategies
 from shardplan.strategies.rule import Rule
 from shardplan.strategies.signature import Signatures
 from shardplan.xla_model.accumulation import accumulated_operands, accumulated_sums, mark_accumulation
+from shardplan.xla_model.bytes_moved import kernel_traffic
 from shardplan.xla_model.cast_first import Factors, cast_first_operands, widened_fraction
 from shardplan.xla_model.combining import CollectiveSite, byte_factors, collective_sites, summed_values
 from shardplan.xla_model.convolutions import HeldCopy, call_orders, with_convolutions
 from shardplan.xla_model.copies import with_copies
 from shardplan.xla_model.expensive import recomputed_from
-from shardplan.xla_model.fusion import FusedKernels, fused_kernels, kernel_traffic, materialised
+from shardplan.xla_model.fusion import FusedKernels, fused_kernels
 from shardplan.xla_model.kernel_groups import kernels_of
+from shardplan.xla_model.materialised import materialised
 from shardplan.xla_model.merged_products import sharing_products
 from shardplan.xla_model.physical_order import physical_orders
 from shardplan.xla_model.row_kernels import row_kernels, with_small_reductions

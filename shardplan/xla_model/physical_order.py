@@ -168,7 +168,7 @@ def _placed(graph: Graph, rules: Sequence[Rule], calls: Mapping[int, CallOrders]
                 placed.rules[at] = replace(rule, fusion="view")
             else:
                 placed.written[op.outputs[0]] = MemoryTranspose.between(graph.values[op.outputs[0]], new.order, plain).untiled
-                if new.product < inf:  # what no product made is read as it lies, unless it is written after all (`fusion.py`)
+                if new.product < inf:  # what no product made is read as it lies, unless it is written after all (`materialised.py`)
                     new = new._replace(order=plain)
         elif new is not None and _is_elementwise(op, rule):
             for k, x in _same_shape(op, placed.values):

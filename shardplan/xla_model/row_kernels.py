@@ -1,7 +1,7 @@
 """Which reductions of rows run inside the kernels that read their results, each of which keeps whole rows on chip.
 
-Elsewhere what needs a reduction waits for it in a later kernel (`fusion.py`). With Triton, XLA for GPU makes one kernel of what reads a
-row, reduces it, and combines the result with the same row:
+Elsewhere what needs a reduction waits for it in a later kernel (`kernel_groups.py`). With Triton, XLA for GPU makes one kernel of what
+reads a row, reduces it, and combines the result with the same row:
 
     x -> max -> x - max                     the seed: the one use of a reduction is elementwise with the array that it reduces
          -> exp -> sum -> exp / sum         and what follows grows it: elementwise work, and reductions of rows that it makes
