@@ -33,6 +33,7 @@ from shardplan.mesh.collective import CollectiveKey
 from shardplan.mesh.layout import Layout
 from shardplan.mesh.reshard import ReshardStep
 from shardplan.xla_model.combining import COMBINABLE
+from shardplan.xla_model.live_in_any_order import LiveInAnyOrder
 from shardplan.xla_model.liveness import bytes_until_read, takes_over_buffer
 from shardplan.xla_model.ragged import masked_copies
 from shardplan.xla_model.wide_elementwise import WIDER
@@ -337,6 +338,10 @@ class CostNetwork:
         other.__dict__.update({name: self.__dict__[name] for name in ("lifetimes", "lifetimes_of") if name in self.__dict__})
         return other
 
+    def in_any_order(self, live: LiveInAnyOrder) -> CostNetwork:
+        """The same network, for a bound, with nothing in memory but what is in any order in which ops may run, at places of a chain."""
+        return replace(self, prices=replace(self.prices, at_least=live))
+
     def _lifetimes(self) -> Iterator[Allocation]:
         graph, live, blocks = self.space.graph, self.prices.live, self.blocks
         for v, interval in enumerate(live):
@@ -350,12 +355,15 @@ class CostNetwork:
             if graph.original(v) in self.space.facts.wide:
                 times = max(times, WIDER)
             yield Allocation(i, r, v, *interval, ("own" if blocks.count(i) > 1 else "") if explicit else "implicit", times)
-            if i in graph.retainable_from:
+            if i in graph.retainable_from and self.prices.at_least is None:
                 at, _ = graph.retainable_from[i]
                 earlier = live[graph.ops[at].outputs[0]] if graph.ops[at].traits.copy else None
                 since = earlier[1] if earlier else at + 1
                 if since < interval[0]:
                     yield Allocation(i, r, v, since, interval[0], "retained")
+        if self.prices.at_least is not None:
+            yield from self._copied(self.prices.at_least)
+            return
         for masked in masked_copies(graph):
             if (v := graph.ops[masked.op].inputs[masked.operand]) is not None:
                 groups = local_groups(graph.ops[masked.op], self.space.strategies[masked.op], self.space.mesh)
@@ -374,6 +382,14 @@ class CostNetwork:
         for copy in self.space.facts.copies:
             if (v := graph.ops[copy.op].inputs[copy.operand]) is not None:
                 yield Allocation(copy.op, copy.operand, v, copy.op, copy.last + 1, "", copy.times)
+
+    def _copied(self, live: LiveInAnyOrder) -> Iterator[Allocation]:
+        """Of arrays that are in memory in a layout of their own or that of a copy, the least that a device may hold."""
+        graph, of = self.space.graph, self.space.strategies
+        for v, (lo, hi) in live.copied.items():
+            i, r = graph.values[v].producer
+            shards = of[i].shards[len(graph.ops[i].inputs) + r]
+            yield Allocation(i, len(graph.ops[i].inputs) + r, v, lo, hi, "", np.asarray(shards) / self.space.mesh.n_devices)
 
     def _is_held(self, v: int) -> bool:
         """Whether a value that an op reads has a buffer, that of its copy included, where nothing is resharded."""

@@ -19,6 +19,7 @@ from shardplan.mesh.collective import UNCOMBINED, CollectiveKey, CombinedCollect
 from shardplan.mesh.reshard import Resharder
 from shardplan.xla_model.combining import COMBINABLE, COMBINE_THRESHOLD_BYTES, SUMS
 from shardplan.xla_model.compiler_options import DEFAULT
+from shardplan.xla_model.live_in_any_order import LiveInAnyOrder
 from shardplan.xla_model.liveness import Interval, live_intervals
 from shardplan.xla_model.overlap_windows import OverlapWindows, Transfer, overlap_windows
 
@@ -57,12 +58,14 @@ class CombinedPrices:
         resharder: prices redistribution of one array that nothing is combined with.
         combined: as of `Pricing`.
         given: windows by the rules for another plan, to take instead of those that follow.
+        at_least: what is in memory in any order, for a bound; None: as the rules say.
     """
 
     space: StrategySpace
     resharder: Resharder
     combined: CombinedGroups | None
     given: OverlapWindows | None = None
+    at_least: LiveInAnyOrder | None = None
 
     @cached_property
     def resharders(self) -> tuple[Resharder, ...]:
@@ -77,7 +80,7 @@ class CombinedPrices:
     @cached_property
     def live(self) -> list[Interval | None]:
         """Per value, when it is in memory."""
-        return live(self.space, self.windows)
+        return live(self.space, self.windows) if self.at_least is None else self.at_least.values
 
 
 def live(space: StrategySpace, windows: OverlapWindows | None = None) -> list[Interval | None]:

@@ -14,6 +14,7 @@ from shardplan.ilp.solver.min_peak import minimize_peak
 from shardplan.ilp.solver.problem import Problem, Solution, indicator_costs
 from shardplan.ilp.solver.solve import solve
 from shardplan.search.objective import Candidates, Judged
+from shardplan.xla_model.live_in_any_order import chain_through, live_in_any_order
 from shardplan.xla_model.overlap_windows import OverlapWindows
 
 LOWER = 0.97
@@ -38,10 +39,16 @@ def min_peak_memory(problem: Problem) -> tuple[int, ...]:
     return min((states for states in found if states), key=problem.peak, default=())
 
 
-def least_memory(task: PlanningTask, limit: float) -> float:
-    """A lower bound of the peak of every plan, bytes per device; inf if the pins contradict each other."""
-    network = build_network(task.space, task.resharder, limit, task.allowed, windows=OverlapWindows())
-    return minimize_peak(replace(network.problem, limit=None, ties=())).bound_bytes
+def least_memory(task: PlanningTask, lowest: Judged, limit: float) -> float:
+    """A lower bound of the peak of every plan, whatever the order of its ops, bytes per device; inf if the pins contradict each other.
+
+    It counts what is in memory while ops run that each wait for the one before, one of them at the peak of the plan `lowest`.
+    """
+    network, graph = build_network(task.space, task.resharder, limit, task.allowed, windows=OverlapWindows()), task.space.graph
+    at_peak = int(lowest.network.profile(lowest.states).argmax())
+    chain = chain_through(graph, min(at_peak, len(graph.ops) - 1))
+    problem = network.in_any_order(live_in_any_order(graph, task.space.materialised, network.prices.live, chain)).problem
+    return minimize_peak(replace(problem, limit=None, ties=())).bound_bytes
 
 
 def lowest_peak_plan(plans: Callable[[float], Candidates], found: Candidates, limit: float) -> Judged | None:
