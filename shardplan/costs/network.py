@@ -384,12 +384,13 @@ class CostNetwork:
                 yield Allocation(copy.op, copy.operand, v, copy.op, copy.last + 1, "", copy.times)
 
     def _copied(self, live: LiveInAnyOrder) -> Iterator[Allocation]:
-        """Of arrays that are in memory in a layout of their own or that of a copy, the least that a device may hold."""
+        """Of arrays that are in memory themselves or as a copy, the least that a device may hold of either."""
         graph, of = self.space.graph, self.space.strategies
-        for v, (lo, hi) in live.copied.items():
+        for v, (interval, least_bytes) in live.copied.items():
             i, r = graph.values[v].producer
-            shards = of[i].shards[len(graph.ops[i].inputs) + r]
-            yield Allocation(i, len(graph.ops[i].inputs) + r, v, lo, hi, "", np.asarray(shards) / self.space.mesh.n_devices)
+            r += len(graph.ops[i].inputs)
+            part = least_bytes / max(graph.values[v].bytes, 1.0) / self.space.mesh.n_devices
+            yield Allocation(i, r, v, *interval, "", part * np.asarray(of[i].shards[r]))
 
     def _is_held(self, v: int) -> bool:
         """Whether a value that an op reads has a buffer, that of its copy included, where nothing is resharded."""

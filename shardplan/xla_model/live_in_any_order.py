@@ -24,11 +24,11 @@ class LiveInAnyOrder(NamedTuple):
 
     Attributes:
         values: per value, the places lo <= t < hi of the chain at which it is in memory; None for none.
-        copied: value -> the places at which it is, or a copy of it in some layout.
+        copied: value -> the places at which it is, or a copy of it or of what is computed of it; and the least bytes of these.
     """
 
     values: list[Interval | None]
-    copied: dict[int, Interval]
+    copied: dict[int, tuple[Interval, float]]
 
 
 def chain_through(graph: Graph, at: int) -> list[int]:
@@ -79,17 +79,20 @@ def live_in_any_order(
     replacing = {o for a, o in graph.same_layout if a in graph.donated}
 
     read, copied = [-1] * len(graph.values), [-1] * len(graph.values)  # the place until which it is read; until which copies of it are
+    least = [value.bytes for value in graph.values]  # of itself, and of what copies are made of
     for v in reversed(range(len(graph.values))):
         for at, _ in graph.values[v].consumers:
             op, seen = graph.ops[at], [w for w in graph.ops[at].outputs if not materialised[w]]
             if op.traits.copy and op.loop < 0:
                 w = op.outputs[0]
                 copied[v] = max(copied[v], min(since[node[at]], max(read[w], copied[w])))
+                least[v] = min(least[v], least[w])
             elif op.traits.step_output:
                 read[v] = end
             elif node[at] != node[graph.values[v].producer[0]]:
                 read[v] = max([read[v], until[node[at]], *(read[w] for w in seen)])
                 copied[v] = max([copied[v], *(copied[w] for w in seen)])
+                least[v] = min([least[v], *(least[w] for w in seen if copied[w] >= 0)])
     found = LiveInAnyOrder([], {})
     for v, value in enumerate(graph.values):
         maker = value.producer[0]
@@ -99,7 +102,7 @@ def live_in_any_order(
         counts = live[v] is not None and replacing.isdisjoint(at for at, _ in value.consumers)  # new state may be written over the old
         found.values.append((lo, hi) if counts and lo < hi else None)
         if counts and not persistent and not graph.ops[maker].traits.alias and copied[v] > max(lo, hi):
-            found.copied[v] = max(lo, hi), copied[v]
+            found.copied[v] = (max(lo, hi), copied[v]), least[v]
     return found
 
 
