@@ -39,7 +39,7 @@ def text(notebook) -> str:
 
 def test_it_is_stored_with_its_outputs_and_its_widget():
     notebook = stored()
-    assert "no plan fits" in text(notebook)
+    assert "no plan found fits" in text(notebook)
     shown = [o.data[WIDGET]["model_id"] for c in code(notebook) for o in c.outputs if WIDGET in o.get("data", {})]
     states = notebook.metadata.widgets["application/vnd.jupyter.widget-state+json"]["state"]
     assert [name in states for name in shown] == [True]
@@ -70,5 +70,5 @@ def test_lines_of_notebook_cells_are_annotated(explored):
 def test_other_layouts_cost_and_tight_memory_is_explained(explored):
     said = text(explored)
     assert "params/blocks/*/up" in said
-    assert "no plan fits" in said and "lowest peak found" in said
+    assert "no plan found fits" in said and "lowest peak found" in said
     assert "with the saved plan" in said
