@@ -21,9 +21,10 @@ test: browser
 	.venv/bin/python -m pytest -m "not slow" $(PYTEST_ARGS)
 	$(if $(NEWER),,@echo "no Python 3.12 found: the newest jax was not tried")
 
-sweeps: browser .venv/test
+sweeps: browser .venv/test $(if $(NEWER),.venv312/smoke)
 	-+$(MAKE) --no-print-directory .venv/front_ends/ready
 	.venv/bin/python -m pytest -m slow $(PYTEST_ARGS)
+	$(if $(NEWER),.venv312/bin/python -m pytest -m slow tests/test_smoke.py)
 
 lint: .venv/test
 	.venv/bin/ruff check .

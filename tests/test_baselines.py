@@ -102,6 +102,7 @@ def test_the_plan_is_no_slower_and_its_first_lines_say_what_it_saves(plan):
     assert f"saves {found.saving_text}" in plan.html().replace("&nbsp;", " ")
     text = str(found)
     assert text.splitlines()[1].startswith("this plan ") and text.count("\n") == 11
+    assert str(planned().baselines()) == text
 
 
 @pytest.mark.slow
