@@ -1,5 +1,6 @@
 """The planner finds what experts write by hand, on models and sizes where the experts agree."""
 
+import functools
 import itertools
 
 import jax
@@ -190,6 +191,13 @@ def deep_state(layers=4, width=2048):
     return {"params": params, "m": params, "v": params}
 
 
+@functools.cache
+def deep_plan(mebibytes=None):
+    """The plan of four such layers under a budget, or under none."""
+    memory = float("inf") if mebibytes is None else mebibytes << 20
+    return plan_of(adam(deep_loss), deep_state(), S((12288, 2048), F32), memory=memory)
+
+
 def fraction_per_device(plan, prefix):
     """Fraction of the elements of the arrays under a path that one device holds."""
     found = [(np.prod(x.shape), x.layout.shards(plan.mesh)) for x in plan.inputs if x.path.startswith(prefix)]
@@ -223,11 +231,9 @@ def test_shards_optimizer_state_and_then_parameters_as_memory_tightens():
 @pytest.mark.slow
 def test_gathers_again_rather_than_retaining_as_memory_tightens():
     """FSDP retains gathered weights while there is room; as the budget falls, more are gathered again, hidden by compute."""
-    step, state, batch = adam(deep_loss), deep_state(), S((12288, 2048), F32)
-    free = plan_of(step, state, batch, memory=float("inf"))
-    budgets = [n << 20 for n in (900, 720, 660)]
-    plans = [plan_of(step, state, batch, memory=budget) for budget in budgets]
-    assert all(plan.memory().peak <= budget for plan, budget in zip(plans, budgets, strict=True))
+    free, budgets = deep_plan(), (900, 720, 660)
+    plans = [deep_plan(budget) for budget in budgets]
+    assert all(plan.memory().peak <= budget << 20 for plan, budget in zip(plans, budgets, strict=True))
     assert all(fraction_per_device(p, "state/m") < 1 / 4 and layouts(p)["batch"] == sharded(1, 0) for p in plans)
     assert gathers(free) <= gathers(plans[0]) < gathers(plans[1]) < gathers(plans[2]) <= 16
     seconds = [p.seconds["total"] for p in plans]
@@ -239,9 +245,7 @@ def test_gathers_again_rather_than_retaining_as_memory_tightens():
 @pytest.mark.slow
 def test_more_memory_is_slower_by_few_percent_at_most():
     """What a limit of 1300 MiB finds, layers that differ, is not found without one: 4 %."""
-    step, state, batch = adam(deep_loss), deep_state(), S((12288, 2048), F32)
-    free = plan_of(step, state, batch, memory=float("inf"))
-    plans = [free, *(plan_of(step, state, batch, memory=n << 20) for n in (1300, 1000, 900, 740, 700, 660))]
+    plans = [deep_plan(), *map(deep_plan, (1300, 1000, 900, 740, 700, 660))]
     seconds = [p.seconds["total"] for p in plans]
     assert all(more <= 1.05 * less for more, less in itertools.combinations(seconds, 2))
 
