@@ -607,6 +607,31 @@ def test_kernels_of_small_programs(fn, expected):
     assert kernels(fn, a(D, D)) == expected
 
 
+@pytest.mark.parametrize(
+    ("terms", "read"),
+    [(lambda a, b, c, d: a + b + c + d, [3, 2, 0, 1]), (lambda a, b, c, d: (a + b) * (c - d), [2, 3, 0, 1])],
+)
+def test_a_kernel_reads_first_what_is_fused_last(terms, read):
+    """Each op that is taken in leaves the operands of the kernel, and its own go to their end."""
+    done = compile(jax.jit(terms, in_shardings=s()), *(a(D, D),) * 4, target="h200:8")
+    (kernel,) = (i for i in done.module.computations[done.module.entry] if i.opcode == "fusion")
+    assert [int(i.literal) for i in kernel.operands] == read
+
+
+@pytest.mark.parametrize(("waits", "found"), [(False, 1), (True, 2)])
+def test_sums_of_one_array_are_one_kernel_whatever_collectives_they_wait_for(waits, found):
+    """One waits for a sum over the devices, the other for two sums, of which the second may in turn wait for the first one."""
+
+    def fn(x, v):
+        whole, over_devices = constrain(x, s()), v.sum()
+        first = (whole * over_devices).sum(0)
+        return first, (whole + (v + (first if waits else over_devices)).sum()).sum(0)
+
+    done = compile(jax.jit(fn, in_shardings=s("data")), a(32 * B, D), a(B, D), target="h200:8")
+    entry = done.module.computations[done.module.entry]
+    assert len([i for i in entry if i.opcode == "fusion" and any(x.opcode == "all-gather-done" for x in i.operands)]) == found
+
+
 def normalised(x):
     """Layer norm."""
     centred = x - x.mean(-1, keepdims=True)

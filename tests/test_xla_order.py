@@ -90,6 +90,30 @@ def test_fused_ops_that_have_nothing_in_common_behind_different_collectives_stay
         assert [seconds for n, seconds in enumerate(fused(tasks).seconds) if n not in fused(tasks).transfers] == found
 
 
+def test_fused_ops_that_read_one_array_behind_different_collectives_are_one_kernel():
+    for waits, found in ((False, [1.0, 3.0]), (True, [1.0, 1.0, 2.0])):
+        tasks = Tasks()
+        product = tasks.add(-1, (), 1.0)
+        sums = [tasks.add(-1, (product,), transfer=object())]  # pyright: ignore[reportArgumentType]
+        first = tasks.add(-1, (sums[0], product), 1.0, group=0)
+        for _ in range(2):  # one collective more stands before the second op, which may wait for the first by way of them
+            sums.append(tasks.add(-1, (sums[-1], *[first] * waits), transfer=object()))  # pyright: ignore[reportArgumentType]
+        tasks.add(-1, (sums[-1], product), 2.0, group=0)
+        assert [seconds for n, seconds in enumerate(fused(tasks).seconds) if n not in fused(tasks).transfers] == found
+
+
+def test_a_kernel_reads_first_what_is_fused_last():
+    """The sum ((a + b) + c) + d of four products is one kernel: taking in a sum puts its own operands behind those that are there."""
+    tasks = Tasks()
+    a, b, c, d = (tasks.add(-1, (), 1.0) for _ in range(4))
+    total = a
+    for term in (b, c, d):
+        total = tasks.add(-1, (total, term), 1.0, group=0)
+    tasks.made = {0: total}
+    found = fused(tasks)
+    assert found.before[found.made[0]] == (d, c, a, b)
+
+
 def test_a_kernel_writes_a_row_for_others_that_it_reads_itself_behind_a_gather():
     tasks = Tasks()
     row = tasks.add(-1, (), 1.0, group=0)

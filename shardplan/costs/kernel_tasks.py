@@ -8,7 +8,9 @@ common. So are an op and what it reads of its group, although the op waits for a
 consumer wherever that leaves no cycle. Example: in a loop's backward pass a kernel that waits for a gather reads a row of a stack, and
 writes the row for others, too. A product of weights that reads the row then waits for the gather, and hides none of it.
 
-Facts: schedule-fused-kernels, schedule-merged-producers.
+Two ops of a group that read one array are one kernel, too, whatever collectives each waits for, unless one waits for the other.
+
+Facts: schedule-fused-kernels, schedule-merged-producers, schedule-merged-siblings.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from heapq import heappop, heappush
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -110,7 +113,9 @@ def fused(tasks: Tasks, holders: Sequence[tuple[int, ...]] = ((OUTSIDE,),)) -> T
     1. A task that only joins others is replaced by what it waits for (`_past_joins`).
     2. Fused ops of one group with as many collectives before them are one kernel (`_leaders`).
     3. A kernel that would then wait for itself is split into its ops (`_without_cycles`).
-    4. A kernel takes in the ops of its group that make what it reads, if no kernel then waits for itself (`_with_producers`).
+    4. A kernel takes in the ops of its group that make what it reads, or that read what it reads, if no kernel then waits for itself
+       (`_with_producers`).
+    5. A kernel waits for its operands in the order in which XLA lists them (`_fused_operands`).
 
     `Tasks.inside` is not kept; `made` of an op that several tasks make is the last of them. `holders` is `Graph.loop_holders`.
     """
@@ -134,6 +139,8 @@ def fused(tasks: Tasks, holders: Sequence[tuple[int, ...]] = ((OUTSIDE,),)) -> T
         out.seconds[at] += tasks.seconds[n]
         out.results[at] += tasks.results[n]
         before[at].update((number[leader[m]], None) for m in waits[n] if leader[m] != leader[n])
+    for at, some in _fused_operands(tasks, past, kept, leader).items():
+        before[number[at]] = dict.fromkeys((*(number[leader[m]] for m in some), *before[number[at]]))
     out.before = [tuple(some) for some in before]
     to = [tuple(number[leader[m]] for m in some) for some in past]
     out.transfers = {number[n]: tasks.transfers[n] for n in order if n in tasks.transfers}
@@ -149,6 +156,36 @@ def _past_joins(tasks: Tasks) -> list[tuple[int, ...]]:
     for n, (seconds, before) in enumerate(zip(tasks.seconds, tasks.before, strict=True)):
         joins = not seconds and n not in tasks.transfers
         out.append(tuple(dict.fromkeys(m for at in before for m in out[at])) if joins else (n,))
+    return out
+
+
+def _fused_operands(tasks: Tasks, past: Sequence[tuple[int, ...]], kept: Sequence[int], leader: Sequence[int]) -> dict[int, list[int]]:
+    """Per first task of a kernel of fused ops, what it waits for in the order of its operands.
+
+    XLA fuses from the last op back: what it takes in leaves the list of operands, and its own operands go to the end. So the kernel of
+    a + b + c + d reads d, c, a, b. Fact: fusion-operands-last-first.
+    """
+    members: dict[int, list[int]] = {}
+    for n in kept:
+        if tasks.group[n] >= 0:
+            members.setdefault(leader[n], []).append(n)
+    out: dict[int, list[int]] = {}
+    for first, some in members.items():
+        operands: dict[int, None] = {}
+        seen: set[int] = set()
+        for root in reversed(some):
+            inside = [-root] if root not in seen else []
+            seen.add(root)
+            while inside:
+                n = -heappop(inside)
+                operands.pop(n, None)
+                new = [m for m in dict.fromkeys(tasks.before[n]) if m not in seen]
+                seen.update(new)
+                operands.update(dict.fromkeys(new))
+                for m in new:
+                    if past[m] != (m,) or leader[m] == first:
+                        heappush(inside, -m)
+        out[first] = [*operands]
     return out
 
 
@@ -222,6 +259,14 @@ class _Merging:
         order[start:end] = [*first, some[0], *rest, *[None] * (end - start - 1 - len(first) - len(rest))]
         place.update((k, at) for at, k in enumerate(order[start:end], start) if k is not None)
 
+    def ordered(self, n: int, m: int) -> tuple[int, int]:
+        """Two tasks of a computation, the one first whose kernel is later in the order."""
+        home = self.tasks.home[n]
+        if home not in self.orders:
+            self.sort_topologically(home)
+        place = self.positions[home]
+        return (n, m) if place[self.leader[n]] > place[self.leader[m]] else (m, n)
+
     def kernels_between(self, home: int, one: int, other: int) -> set[int] | None:
         """What kernel `one` waits for that is behind kernel `other` in the order; None if some of it waits for `other`."""
         if home not in self.orders:
@@ -276,12 +321,18 @@ class _Merging:
 def _with_producers(
     tasks: Tasks, waits: Sequence[tuple[int, ...]], leader: Sequence[int], holders: Sequence[tuple[int, ...]]
 ) -> list[int]:
-    """Per task, the first of its kernel, after kernels are merged with those of their group that make what they read."""
+    """Per task, the first of its kernel, after kernels of one group are merged that make what others read, or read the same."""
     merging, group, home = _Merging(tasks, waits, leader, holders), tasks.group, tasks.home
     for n, before in enumerate(waits):
         for m in before:
             if group[n] == group[m] >= 0 and home[n] == home[m]:
                 merging.merge(n, m)
+    readers: dict[tuple[int, int, int], int] = {}  # (task, group, computation) -> the last kernel of that group that reads it
+    for n, before in enumerate(waits):
+        for m in before if group[n] >= 0 else ():
+            if (other := readers.get((m, group[n], home[n]))) is not None:
+                merging.merge(*merging.ordered(n, other))
+            readers[m, group[n], home[n]] = n
     return merging.leader
 
 
