@@ -114,14 +114,14 @@ def fused(tasks: Tasks, holders: Sequence[tuple[int, ...]] = ((OUTSIDE,),)) -> T
     2. Fused ops of one group with as many collectives before them are one kernel (`_leaders`).
     3. A kernel that would then wait for itself is split into its ops (`_without_cycles`).
     4. A kernel takes in the ops of its group that make what it reads, or that read what it reads, if no kernel then waits for itself
-       (`_with_producers`).
+       (`_with_producers_and_siblings`).
     5. A kernel waits for its operands in the order in which XLA lists them (`_fused_operands`).
 
     `Tasks.inside` is not kept; `made` of an op that several tasks make is the last of them. `holders` is `Graph.loop_holders`.
     """
     past = _past_joins(tasks)
     waits = [tuple(dict.fromkeys(m for at in before for m in past[at])) for before in tasks.before]
-    leader = _with_producers(tasks, waits, _without_cycles(tasks, waits, _leaders(tasks), holders), holders)
+    leader = _with_producers_and_siblings(tasks, waits, _without_cycles(tasks, waits, _leaders(tasks), holders), holders)
     kept = [n for n, some in enumerate(past) if some == (n,)]
     order = order_of(kept, waits, leader)
     assert order is not None
@@ -133,15 +133,14 @@ def fused(tasks: Tasks, holders: Sequence[tuple[int, ...]] = ((OUTSIDE,),)) -> T
         group=[tasks.group[n] for n in order],
         results=[0] * len(order),
     )
-    before: list[dict[int, None]] = [{} for _ in order]
+    members: dict[int, list[int]] = {}
     for n in kept:
-        at = number[leader[n]]
-        out.seconds[at] += tasks.seconds[n]
-        out.results[at] += tasks.results[n]
-        before[at].update((number[leader[m]], None) for m in waits[n] if leader[m] != leader[n])
-    for at, some in _fused_operands(tasks, past, kept, leader).items():
-        before[number[at]] = dict.fromkeys((*(number[leader[m]] for m in some), *before[number[at]]))
-    out.before = [tuple(some) for some in before]
+        members.setdefault(leader[n], []).append(n)
+        out.seconds[number[leader[n]]] += tasks.seconds[n]
+        out.results[number[leader[n]]] += tasks.results[n]
+    for at, first in enumerate(order):
+        operands = _fused_operands(tasks, past, members[first], leader) if tasks.group[first] >= 0 else waits[first]
+        out.before[at] = tuple(dict.fromkeys(number[leader[m]] for m in operands))
     to = [tuple(number[leader[m]] for m in some) for some in past]
     out.transfers = {number[n]: tasks.transfers[n] for n in order if n in tasks.transfers}
     out.roots = {home: [m for n in some if n >= 0 for m in to[n]] for home, some in tasks.roots.items()}
@@ -159,34 +158,27 @@ def _past_joins(tasks: Tasks) -> list[tuple[int, ...]]:
     return out
 
 
-def _fused_operands(tasks: Tasks, past: Sequence[tuple[int, ...]], kept: Sequence[int], leader: Sequence[int]) -> dict[int, list[int]]:
-    """Per first task of a kernel of fused ops, what it waits for in the order of its operands.
+def _fused_operands(tasks: Tasks, past: Sequence[tuple[int, ...]], members: Sequence[int], leader: Sequence[int]) -> list[int]:
+    """What a kernel of fused ops waits for, in the order of its operands; `members` are its tasks.
 
     XLA fuses from the last op back: what it takes in leaves the list of operands, and its own operands go to the end. So the kernel of
     a + b + c + d reads d, c, a, b. Fact: fusion-operands-last-first.
     """
-    members: dict[int, list[int]] = {}
-    for n in kept:
-        if tasks.group[n] >= 0:
-            members.setdefault(leader[n], []).append(n)
-    out: dict[int, list[int]] = {}
-    for first, some in members.items():
-        operands: dict[int, None] = {}
-        seen: set[int] = set()
-        for root in reversed(some):
-            inside = [-root] if root not in seen else []
-            seen.add(root)
-            while inside:
-                n = -heappop(inside)
-                operands.pop(n, None)
-                new = [m for m in dict.fromkeys(tasks.before[n]) if m not in seen]
-                seen.update(new)
-                operands.update(dict.fromkeys(new))
-                for m in new:
-                    if past[m] != (m,) or leader[m] == first:
-                        heappush(inside, -m)
-        out[first] = [*operands]
-    return out
+    operands: dict[int, None] = {}
+    seen: set[int] = set()
+    for root in reversed(members):
+        inside = [-root] if root not in seen else []
+        seen.add(root)
+        while inside:
+            n = -heappop(inside)
+            operands.pop(n, None)
+            new = [m for m in dict.fromkeys(tasks.before[n]) if m not in seen]
+            seen.update(new)
+            operands.update(dict.fromkeys(new))
+            for m in new:
+                if past[m] != (m,) or leader[m] == leader[root]:
+                    heappush(inside, -m)
+    return [*operands]
 
 
 def _leaders(tasks: Tasks) -> list[int]:
@@ -244,9 +236,15 @@ class _Merging:
         self.positions: dict[int, dict[int, int]] = {}
 
     def merge(self, n: int, m: int) -> None:
-        """Merges the kernel of task n with that of task m, which n waits for; not if a third kernel stands between the two."""
+        """Merges the kernels of two tasks of a computation; not if a third kernel stands between the two."""
         one, other, home = self.leader[n], self.leader[m], self.tasks.home[n]
-        if one == other or (between := self.kernels_between(home, one, other)) is None:
+        if one == other:
+            return
+        if home not in self.orders:
+            self.sort_topologically(home)
+        if self.positions[home][one] < self.positions[home][other]:
+            one, other = other, one
+        if (between := self.kernels_between(home, one, other)) is None:
             return
         some = sorted(self.members.pop(one) + self.members.pop(other))
         self.members[some[0]] = some
@@ -259,18 +257,8 @@ class _Merging:
         order[start:end] = [*first, some[0], *rest, *[None] * (end - start - 1 - len(first) - len(rest))]
         place.update((k, at) for at, k in enumerate(order[start:end], start) if k is not None)
 
-    def ordered(self, n: int, m: int) -> tuple[int, int]:
-        """Two tasks of a computation, the one first whose kernel is later in the order."""
-        home = self.tasks.home[n]
-        if home not in self.orders:
-            self.sort_topologically(home)
-        place = self.positions[home]
-        return (n, m) if place[self.leader[n]] > place[self.leader[m]] else (m, n)
-
     def kernels_between(self, home: int, one: int, other: int) -> set[int] | None:
         """What kernel `one` waits for that is behind kernel `other` in the order; None if some of it waits for `other`."""
-        if home not in self.orders:
-            self.sort_topologically(home)
         place, part = self.positions[home], self.member_of(home)
         start, stack, seen = place[other], [one], {one}
         while stack:
@@ -318,7 +306,7 @@ class _Merging:
         return {loop: [*some] for loop, some in out.items()}
 
 
-def _with_producers(
+def _with_producers_and_siblings(
     tasks: Tasks, waits: Sequence[tuple[int, ...]], leader: Sequence[int], holders: Sequence[tuple[int, ...]]
 ) -> list[int]:
     """Per task, the first of its kernel, after kernels of one group are merged that make what others read, or read the same."""
@@ -327,11 +315,11 @@ def _with_producers(
         for m in before:
             if group[n] == group[m] >= 0 and home[n] == home[m]:
                 merging.merge(n, m)
-    readers: dict[tuple[int, int, int], int] = {}  # (task, group, computation) -> the last kernel of that group that reads it
+    readers: dict[tuple[int, int, int], int] = {}  # (task, group, computation) -> the last task of that group that reads it
     for n, before in enumerate(waits):
         for m in before if group[n] >= 0 else ():
             if (other := readers.get((m, group[n], home[n]))) is not None:
-                merging.merge(*merging.ordered(n, other))
+                merging.merge(n, other)
             readers[m, group[n], home[n]] = n
     return merging.leader
 
