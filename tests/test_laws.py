@@ -18,6 +18,7 @@ from sweeps import sweep
 import shardplan
 from shardplan import Plan
 from shardplan.costs.bound_network import Weights
+from shardplan.costs.decided_memory import DecidedMemory
 from shardplan.costs.decided_program import decided_program
 from shardplan.costs.pins import untie_pinned_state
 from shardplan.costs.pricing import Pricing
@@ -321,7 +322,7 @@ def test_a_plan_has_one_objective_wherever_it_comes_from(name, search, tmp_path)
     plan.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json").seconds == plan.seconds
     program = decided_program(found.network, found.solution.states)
-    assert program.step_timeline() == found.timeline and program.peak_bytes() == plan.memory().peak
+    assert program.step_timeline() == found.timeline and DecidedMemory(program).peak_bytes() == plan.memory().peak
 
 
 @pytest.mark.parametrize(("name", "cluster"), CASES)

@@ -16,7 +16,7 @@ from shardplan.mesh.cluster import Cluster
 from shardplan.mesh.layout import MeshShape
 from shardplan.xla import available, compile
 from shardplan.xla_model.copies import with_copies
-from shardplan.xla_model.liveness import live_intervals, takes_over_buffer
+from shardplan.xla_model.liveness import live_intervals, order_by_rules, takes_over_buffer
 from shardplan.xla_model.overlap_windows import OverlapWindows
 
 X = np.linspace(0.5, 2.0, 16, dtype=np.float32).reshape(4, 4)
@@ -346,7 +346,7 @@ def test_a_product_is_in_memory_from_its_op_on_though_its_weight_is_fetched_earl
     graph = with_copies(graph, [op.primitive != "dot_general" for op in graph.ops], [False] * len(graph.ops))
     readers = [i for i, op in enumerate(graph.ops) if op.traits.copy or op.primitive == "dot_general"]
     fetched = OverlapWindows(prefetch_start=dict.fromkeys(readers, 1))
-    live = live_intervals(graph, [True] * len(graph.values), lambda at, v: False, fetched)
+    live = live_intervals(graph, [True] * len(graph.values), lambda at, v: False, order_by_rules(graph, fetched))
     births = {i: (live[graph.ops[i].outputs[0]] or (-1, -1))[0] for i in readers}
     assert any(op.traits.copy for op in graph.ops)
     assert births == {i: 1 if graph.ops[i].traits.copy else i for i in readers}

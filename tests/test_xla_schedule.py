@@ -30,7 +30,7 @@ from shardplan.xla.compiler.compile import lower_for
 from shardplan.xla.hlo.schedule import overlaps
 from shardplan.xla_model.combining import collective_sites
 from shardplan.xla_model.copies import with_copies
-from shardplan.xla_model.liveness import live_intervals
+from shardplan.xla_model.liveness import live_intervals, order_by_rules
 from shardplan.xla_model.overlap_windows import OverlapWindows, overlap_windows
 
 S, F32, BF16 = jax.ShapeDtypeStruct, jnp.float32, jnp.bfloat16
@@ -127,7 +127,9 @@ def test_rule_11_prefetches_start_as_late_as_they_are_done_in_time_and_hold_memo
 
     def begun(seconds):
         fetched = overlap_windows(graph, sites, work, apart, lambda way, size: seconds * size).prefetch_start
-        live = live_intervals(graph, [True] * len(graph.values), lambda at, v: False, OverlapWindows(prefetch_start=fetched))
+        live = live_intervals(
+            graph, [True] * len(graph.values), lambda at, v: False, order_by_rules(graph, OverlapWindows(prefetch_start=fetched))
+        )
         assert [live[graph.ops[at].outputs[0]][0] for at in taken] == [fetched.get(at, at) for at in taken]
         return [fetched.get(at, at) for at in taken[1:]]
 
@@ -311,7 +313,9 @@ def test_rules_3_and_8_combined_gradients_wait_for_the_last_and_are_made_then():
     assert [large.deferred_until[at] for at in products] == products
 
     def dies(starts):
-        live = live_intervals(graph, [True] * len(graph.values), lambda at, v: False, OverlapWindows(deferred_until=starts))
+        live = live_intervals(
+            graph, [True] * len(graph.values), lambda at, v: False, order_by_rules(graph, OverlapWindows(deferred_until=starts))
+        )
         return [max(live[v][1] for v in graph.ops[at].inputs) for at in products]
 
     assert all(end <= after for end, after in zip(dies(large.deferred_until), products[1:], strict=False))

@@ -16,6 +16,7 @@ from shardplan.costs.states import PS, StateBlocks
 from shardplan.costs.tables import CostTables
 from shardplan.ilp.solver.problem import Edge, Problem, Usage, sum_over_intervals
 from shardplan.mesh.reshard import Resharder
+from shardplan.xla_model.liveness import order_by_rules
 from shardplan.xla_model.overlap_windows import OverlapWindows
 
 
@@ -45,6 +46,8 @@ def build_network(
     prices = (
         _prices(space, resharder, pricing.combined) if windows is None else CombinedPrices(space, resharder, pricing.combined, windows)
     )
+    if pricing.order is not None:
+        prices = prices.in_order(pricing.order)
     corrections = corrections or CostCorrections({}, {})
     return CostNetwork(
         space, StateBlocks.of(graph, space.materialised, limit), limit, allowed, pinned, corrections, pricing, prices, _priced
@@ -106,7 +109,7 @@ def _prices(space: StrategySpace, resharder: Resharder, combined: CombinedGroups
 
 def replicated_bytes(space: StrategySpace) -> float:
     """Peak bytes of a device if every array were replicated, and no array waited for a collective."""
-    held = zip(live(space), space.graph.values, strict=True)
+    held = zip(live(space, order_by_rules(space.graph)), space.graph.values, strict=True)
     return float(sum_over_intervals((*at, value.bytes) for at, value in held if at is not None).max(initial=0.0))
 
 

@@ -52,7 +52,7 @@ class Combiner:
         return any(self.behind[n] & mine for n in some)
 
     def combined(self, in_order: Sequence[int], result_bytes: Callable[[int], float], threshold_bytes: float) -> Iterator[list[int]]:
-        """The combined collectives of a group; `in_order` is the order of the HLO if some of it wait for others."""
+        """The combined collectives of a group; `in_order` is the order of the HLO."""
         left = list(in_order)
         while left:
             taken, size, rest, mine, past = [], 0.0, [], 0, 0

@@ -14,23 +14,23 @@ combine-sums-in-loops, combine-same-operator.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
 from shardplan.costs.combined_transfers import Combiner
+from shardplan.costs.decided_buffers import Buffers, computations, decided_buffers
 from shardplan.costs.decided_seconds import TaskSeconds, op_bytes
 from shardplan.costs.decided_tasks import decided_tasks
 from shardplan.costs.kernel_tasks import OUTSIDE, Tasks, topological_order, waiting_for_each_other
 from shardplan.costs.network import CostNetwork
 from shardplan.costs.pipelining import NOTHING, Member, Pipelined, Pipelining
-from shardplan.ilp.solver.problem import sum_over_intervals
 from shardplan.ir.graph import Graph
 from shardplan.mesh.layout import Layout
 from shardplan.xla_model.combining import COMBINABLE, SUMS
 from shardplan.xla_model.compiler_options import DEFAULT, XlaOptions
+from shardplan.xla_model.memory_order import memory_orders
 from shardplan.xla_model.merged_products import MERGED_PRODUCT_BYTES
 from shardplan.xla_model.timeline import Task, Timeline, schedule
 
@@ -39,9 +39,6 @@ LOOP_S = 1e-8
 
 JOINED_LAST = (*reversed(COMBINABLE), None)
 """Kinds of collectives, those first that XLA combines last; None: all, and products, which it merges before."""
-
-Allocation = tuple[int, int, int, float]
-"""Op that makes an array, the ops during which it is in memory (lo <= t < hi), its bytes per device."""
 
 SHARED_ACROSS_OPTIONS = "_merged", "_joined", "_task_seconds", "_members", "_orders", "_pipelining", "_inner_loops", "_timelines"
 """Cached properties that two programs share if their options have the same combine thresholds, and both a profile or none."""
@@ -131,15 +128,6 @@ class DecidedProgram:
                 found = replace(found, apart=found.apart.union(n for n in cyclic if kind in (None, self.tasks.kind(n))))
         return found
 
-    def allocations(self) -> list[Allocation]:
-        """(op, lo, hi, bytes) as of `CostNetwork.allocations`, with what pipelining carries, and stacks of the last round."""
-        found, program = [*self.network.allocations(self.states)], self.acyclic if self.options.pipelined else self
-        return [*found, *program._carried_allocations(), *program._last_rounds(found)]
-
-    def peak_bytes(self) -> float:
-        """The most bytes that a device has in memory at any time."""
-        return float(sum_over_intervals((lo, hi, n) for _, lo, hi, n in self.allocations()).max(initial=0.0))
-
     # ---- what XLA joins
 
     @cached_property
@@ -167,10 +155,7 @@ class DecidedProgram:
         combiner, turns = Combiner(tasks, merged), {kind: turn for turn, kind in enumerate(COMBINABLE)}
         for some in sorted(groups.values(), key=lambda some: turns.get(tasks.transfers[some[0]].step.kind, 0)):
             threshold = self.options.threshold_bytes(tasks.transfers[some[0]].step.kind)
-            of_one_class = len({tasks.transfers[n].site.collective_class for n in some}) == 1
-            known = of_one_class and not combiner.in_chain(some)
-            order = {n: tasks.transfers[n].order for n in some} if known else self._places[tasks.home[some[0]]]
-            in_order = sorted(some, key=order.__getitem__)
+            in_order = sorted(some, key=self._places[tasks.home[some[0]]].__getitem__)
             yield from combiner.combined(in_order, lambda n: tasks.transfers[n].result_bytes, threshold)
 
     @cached_property
@@ -211,8 +196,19 @@ class DecidedProgram:
 
     @cached_property
     def _members(self) -> dict[int, dict[Member, dict[Member, None]]]:
-        """Computation -> its tasks and loops -> those of them that each waits for, in the order of its operands."""
-        return self._waits(self._joined[0])
+        """Computation -> its tasks and loops -> those of them that each waits for, in the order of its operands.
+
+        The operands of a combined collective stand in the order in which XLA came upon their collectives.
+        """
+        one, combined = self._joined
+        out = self._waits(one)
+        for first, some in combined.items():
+            if len(some) > 1:
+                home = self.tasks.home[first]
+                in_order = sorted(some, key=self._places[home].__getitem__)
+                read = (m for n in in_order for m in self.tasks.before[n] if home in self.graph.loop_holders[self.tasks.home[m]])
+                out[home]["task", first] = dict.fromkeys(self.member(m, home) for m in read)
+        return out
 
     def _waits(self, one: Sequence[int]) -> dict[int, dict[Member, dict[Member, None]]]:
         """`_members`, if each task is one with the task that `one` has for it."""
@@ -237,24 +233,34 @@ class DecidedProgram:
 
     @cached_property
     def _orders(self) -> dict[int, list[Member]]:
-        """By computation, its members in the order of its HLO.
+        """By computation, its members in the order in which XLA's memory scheduler puts them.
 
         Raises:
             _CycleError: tasks wait for each other.
         """
-        return {home: self._order(home, waits, self._joined[0]) for home, waits in self._members.items()}
+        hlo = {home: self._order(home, waits, self._joined[0]) for home, waits in self._members.items()}
+        waits = {home: {name: [*self._members[home][name]] for name in order} for home, order in hlo.items()}
+        roots = {home: self._roots(home, self._joined[0]) for home in hlo}
+        parts, collectives = self._task_seconds.parts_bytes, {n: self.tasks.transfers[n].step.kind for n in self._joined[1]}
+        found = computations(self.graph, self._buffers, self._joined[0], self.tasks.home, waits, roots, parts, collectives)
+        orders = memory_orders({home: of for home, (of, _) in found.items()}, OUTSIDE)
+        return {home: [name for n in order if (name := found[home][1][n]) is not None] for home, order in orders.items()}
+
+    @cached_property
+    def _buffers(self) -> Buffers:
+        return decided_buffers(self.network, self.states, self.tasks)
 
     def _order(self, home: int, waits: Mapping[Member, Mapping[Member, None]], one: Sequence[int]) -> list[Member]:
         """The members of a computation in the order of its HLO: from its results back, each operand before its reader."""
-        roots = [
-            self.member(n, home, one)
-            for n in self.tasks.roots.get(home, ())
-            if n >= 0 and home in self.graph.loop_holders[self.tasks.home[n]]
-        ]
-        order = topological_order({name: waits[name] for name in (*roots, *waits)})
+        order = topological_order({name: waits[name] for name in (*self._roots(home, one), *waits)})
         if order is None:
             raise _CycleError
         return order
+
+    def _roots(self, home: int, one: Sequence[int]) -> list[Member]:
+        """The members whose results a computation hands out."""
+        holders = self.graph.loop_holders
+        return [self.member(n, home, one) for n in self.tasks.roots.get(home, ()) if n >= 0 and home in holders[self.tasks.home[n]]]
 
     @cached_property
     def _pipelining(self) -> Pipelining:
@@ -265,11 +271,14 @@ class DecidedProgram:
         """By loop, what the options have XLA issue a round ahead or end a round later."""
         return self._pipelining.by_loop(self.options.pipelined) if self.options.pipelined else {}
 
-    def _computation(self, home: int, pipelined: bool = True) -> tuple[Timeline, bool]:
-        """The timeline of one run of a computation, and whether it has collectives; without those that are pipelined, or with them."""
-        key = home, pipelined, self.hides, tuple(map(self._changed, self._inner_loops[home]))
+    def _computation(self, home: int, pipelined: bool = True, some: frozenset[Member] | None = None) -> tuple[Timeline, bool]:
+        """The timeline of one run of a computation, and whether it has collectives; without those that are pipelined, or with them.
+
+        With `some`, of these members alone.
+        """
+        key = home, pipelined, some, self.hides, tuple(map(self._changed, self._inner_loops[home]))
         if (known := self._timelines.get(key)) is None:
-            (tasks, nested, _), _ = self.listed(home, pipelined)
+            (tasks, nested, _), _ = self.listed(home, pipelined, some)
             collectives = any(task.collective or task.has_collectives for task in tasks)
             known = self._timelines[key] = schedule(tasks, nested, self.hides), collectives
         return known
@@ -294,13 +303,17 @@ class DecidedProgram:
         """Seconds of one round of a loop; without what is pipelined, or with it."""
         return self._computation(loop, pipelined)[0].total_s
 
-    def listed(self, home: int, pipelined: bool = True) -> tuple[Listing, dict[Member, int]]:
-        """Tasks of a computation, and the number of each member's last one; without what is pipelined, or with it."""
+    def listed(
+        self, home: int, pipelined: bool = True, some: Collection[Member] | None = None
+    ) -> tuple[Listing, dict[Member, int]]:  # fmt: skip
+        """Tasks of a computation, or of `some` members, and the number of each one's last task; without pipelining, or with it."""
         before, (ahead, needed, twice, later, _) = self._members[home], self.pipelined.get(home, NOTHING)
         free, numbers, listing = {("task", n) for n in (*ahead, *later)}, dict[Member, int](), Listing([], {}, {})
         carried: set[int] = set()  # what makes the arrays that pipelining copies from round to round
         gathered = {("task", n) for n in ahead} if pipelined and not self.options.double_buffering else ()
         for name in self._orders[home]:
+            if some is not None and name not in some:
+                continue
             waits = tuple(sorted({numbers[m] for m in before[name] if m in numbers}))
             if name in free:
                 if pipelined and (name[1] in later or not before[name]):
@@ -329,28 +342,29 @@ class DecidedProgram:
             waits: what those wait for that need nothing else.
         """
         numbers, before = dict(made), self._members[home]
-        ahead, needed, *_ = self.pipelined.get(home, NOTHING)
+        ahead, needed, twice, *_ = found = self.pipelined.get(home, NOTHING)
         for name in needed:
             if name in some:
-                self._list(name, tuple(sorted({numbers[m] for m in before[name] if m in numbers})) or waits, listing)
+                part = self._pipelining.run_ahead(home, name[1], found) if name in twice and name[0] == "loop" else None
+                self._list(name, tuple(sorted({numbers[m] for m in before[name] if m in numbers})) or waits, listing, part)
                 numbers[name] = len(listing.tasks) - 1
         for n in ahead:
             if reads := before["task", n]:
                 at = tuple(sorted({numbers[m] for m in reads if m in numbers})) or waits
                 listing.collective(n, self._task_seconds.collective(n, at))
 
-    def _list(self, name: Member, waits: tuple[int, ...], listing: Listing) -> None:
-        """Adds a member of a computation."""
+    def _list(self, name: Member, waits: tuple[int, ...], listing: Listing, some: frozenset[Member] | None = None) -> None:
+        """Adds a member of a computation, of a loop `some` of its members."""
         kind, n = name
         if kind == "loop":
-            self._list_loop(n, waits, listing)
+            self._list_loop(n, waits, listing, some)
         else:
             listing.members.update(dict.fromkeys((len(listing.tasks), len(listing.tasks) + 1), name))
             listing.tasks.extend(self._task(n, waits, len(listing.tasks)))
 
-    def _list_loop(self, n: int, waits: tuple[int, ...], listing: Listing) -> None:
+    def _list_loop(self, n: int, waits: tuple[int, ...], listing: Listing, some: frozenset[Member] | None = None) -> None:
         """Adds a loop: what is pipelined has its first run before it or its last run behind it, and is missing in one round."""
-        (line, inside), trips, tasks = self._computation(n), self.graph.loops[n].trips, listing.tasks
+        (line, inside), trips, tasks = self._computation(n, some=some), self.graph.loops[n].trips, listing.tasks
         ahead, needed, _, later, _ = pipelined = self.pipelined.get(n, NOTHING)
         if pipelined == NOTHING:
             listing.loop(n, line, trips, Task(line.total_s * trips, False, waits, inside, LOOP_S, True))
@@ -377,30 +391,15 @@ class DecidedProgram:
         for first in (*later, *(() if self.options.double_buffering else (*ahead, *later))):
             yield from (tasks.transfers[n].step.bytes for n in combined[first])
 
-    def _carried_allocations(self) -> Iterator[Allocation]:
-        """Of pipelined loops: gathered rows of one more round, and sums of gradients that are not reduced yet, during the loop."""
-        graph, (_, combined) = self.graph, self._joined
-        for home, (ahead, _, _, later, _) in self.pipelined.items():
-            loop, seen = graph.loops[home], set()
-            for n in itertools.chain.from_iterable(combined[first] for first in (*ahead, *later)):
-                transfer = self.tasks.transfers[n]
-                if (transfer.site.origin, transfer.step.kind) not in seen:
-                    seen.add((transfer.site.origin, transfer.step.kind))
-                    yield graph.values[transfer.value].producer[0], loop.start, loop.stop, transfer.step.bytes
-
-    def _last_rounds(self, allocated: Sequence[Allocation]) -> Iterator[Allocation]:
-        """Stacks of the last round of pipelined loops, which stands behind the others: their zeros are written before these."""
-        graph = self.graph
-        homes = {home for home, found in self.pipelined.items() if found.peeled}
-        for at, _, _, size in allocated if homes else ():
-            op = graph.ops[at]
-            if op.traits.loop_stack and (home := graph.loop_holders[op.held_during][1]) in homes:
-                yield at, graph.loops[home].start, graph.loops[home].stop, size
-
     def _task(self, n: int, waits: tuple[int, ...], number: int) -> list[Task]:
         """A kernel with all that is merged into it, or a combined collective behind the kernels that fill its buffer."""
         if n not in self._joined[1]:
-            return [self._task_seconds.kernel(n, waits)]
+            kernel, last = self._task_seconds.kernel(n, waits), self._task_seconds.summing(n)
+            if last is None:
+                return [kernel]
+            seconds = kernel.seconds - last.seconds
+            estimate_s = seconds if self.options.profiled else kernel.estimate_s
+            return [kernel._replace(seconds=seconds, estimate_s=estimate_s, viewed=False), last._replace(before=(number,))]
         staging_s = self._task_seconds.staging_s(n)
         if staging_s:
             return [Task(staging_s, False, waits), self._task_seconds.collective(n, (number,))]

@@ -13,6 +13,7 @@ from shardplan._jax import itemsize
 from shardplan.costs.kernel_tasks import Tasks
 from shardplan.costs.merged_products import saved_seconds
 from shardplan.costs.network import CostNetwork
+from shardplan.costs.roofline import reduced_twice
 from shardplan.costs.split_products import Sizes, local_sizes, merged_sizes, product_parts
 from shardplan.ir.graph import Graph
 from shardplan.mesh import collective
@@ -54,6 +55,41 @@ class TaskSeconds:
     def _kernels(self) -> dict[int, Task]:
         """Those that were asked for, as if each waited for nothing."""
         return {}
+
+    def summing(self, n: int) -> Task | None:
+        """The kernel that adds up parts of a split product, or what the blocks of a reduction make; None where there is none."""
+        size, device = self.parts_bytes.get(n, 0.0), self.network.space.cluster.device
+        if not size and n not in self._reduced_twice:
+            return None
+        seconds = min(size / device.memory_rate if size else device.kernel_latency_s, self._merged_seconds[n] / 2)
+        estimate_s = (
+            seconds if self.profiled else kernel_estimate_s("fused", seconds, inf if size else 0.0, self.network.space.cluster, ())
+        )
+        return Task(seconds, False, (), False, estimate_s, self.tasks.results[n] > 1)
+
+    @cached_property
+    def in_second_kernels(self) -> set[int]:
+        """Ops whose results the second kernel of their task writes: split products, and reductions of more than a block of threads."""
+        of, reductions = self.network.space.strategies, (j for j, op in enumerate(self.graph.ops) if op.traits.reduction)
+        twice = {j for j in reductions if reduced_twice(self.graph.ops[j], of[j])[self.states[j] % len(of[j])]}
+        return twice | {j for j, held in self.network.space.held_parts if held.result[self.states[j] % len(of[j])]}
+
+    @cached_property
+    def _reduced_twice(self) -> set[int]:
+        """Kernels with a reduction that is too much for one block of threads."""
+        twice = (j for j in self.in_second_kernels if self.graph.ops[j].traits.reduction)
+        return {self.joined[0][self.tasks.computed[j]] for j in twice if j in self.tasks.computed}
+
+    @cached_property
+    def parts_bytes(self) -> dict[int, float]:
+        """Task of products that are split -> bytes of their parts."""
+        out: dict[int, float] = {}
+        for j, held in self.network.space.held_parts:
+            n, s = self.tasks.computed.get(j, -1), self.states[j] % len(of := self.network.space.strategies[j])
+            if n >= 0 and held.result[s]:
+                size = self.graph.values[self.graph.ops[j].outputs[0]].bytes / of.shards[len(self.graph.ops[j].inputs)][s]
+                out[self.joined[0][n]] = out.get(self.joined[0][n], 0.0) + float(held.result[s]) * size
+        return out
 
     def _kernel(self, n: int) -> Task:
         kernels, group, seconds = self.network.space.facts.kernels, self.tasks.group[n], self._merged_seconds[n]

@@ -68,7 +68,7 @@ class _Builder:
                     self.flush(made)
                 at = -1 if made < 0 else self.tasks.made[made]
                 if v is not None and (j, k) in moves:
-                    at = self.resharded(j, v, moves[j, k], regathered(self.graph, j, v, self.regathers))
+                    at = self.resharded(j, k, v, moves[j, k], regathered(self.graph, j, v, self.regathers))
                 waits.append(self.tasks.add(op.loop, (at,), beyond[j, k] / op.reads / PS) if (j, k) in beyond else at)
             waits += self.exchanged(j, waits)
             self.op(j, op, waits, kernel_ps[j] / rounds[op.runs_in] / PS)
@@ -130,9 +130,9 @@ class _Builder:
         assert v is not None
         key = exchange_key(self.graph, j, v, layout, self.regathers, x)
         if key not in self.done or x.of_results:
-            step, made = ReshardStep(x.kind, x.axes, x.bytes, x.seconds, layout, layout), self.graph.values[v].producer[0]
+            step = ReshardStep(x.kind, x.axes, x.bytes, x.seconds, layout, layout)
             site = replace(space.collective_sites[v], collective_class="blocking", joint_size=1)
-            self.done[key] = self.tasks.add(op.runs_in, waits, transfer=Transfer(step, site, v, x.bytes, (made, j)))
+            self.done[key] = self.tasks.add(op.runs_in, waits, transfer=Transfer(step, site, v, x.bytes))
         return self.done[key]
 
     def op(self, j: int, op: Op, waits: list[int], seconds: float) -> None:
@@ -185,8 +185,8 @@ class _Builder:
             if i != k and u is not None and (at := graph.values[graph.original(u)].producer[0]) < j:
                 yield self.tasks.made[at]
 
-    def resharded(self, j: int, v: int, steps: Iterable[ReshardStep], copy: int) -> int:
-        """The task after which value v has gone these steps towards op j."""
+    def resharded(self, j: int, k: int, v: int, steps: Iterable[ReshardStep], copy: int) -> int:
+        """The task after which value v has gone these steps towards operand k of op j."""
         at = self.tasks.made[self.graph.values[v].producer[0]]
         if copy and self.graph.ops[j].traits.copy:
             if (v, copy) not in self.regathered:
@@ -197,6 +197,8 @@ class _Builder:
             if key not in self.done:
                 self.done[key] = _moved(self.tasks, self.network, j, v, at, step)
             at = self.done[key]
+            if at in self.tasks.transfers:
+                self.tasks.arrived[j, k] = at
         return at
 
 
@@ -205,8 +207,6 @@ def _moved(tasks: Tasks, network: CostNetwork, j: int, v: int, at: int, step: Re
     graph, space = network.space.graph, network.space
     if step.kind == "slice":
         return tasks.add(graph.ops[j].loop, (at,), step.seconds)
-    made = graph.values[v].producer[0]
     site, size = space.collective_sites[v], graph.values[v].bytes / step.after.shards(space.mesh)
     size *= dict(space.facts.moved[v].byte_factors).get(step.kind, 1.0)
-    order = (j, made) if site.collective_class == "prefetch" else (made, j)
-    return tasks.add(graph.ops[j].loop, (at,), transfer=Transfer(step, site, v, size, order))
+    return tasks.add(graph.ops[j].loop, (at,), transfer=Transfer(step, site, v, size))

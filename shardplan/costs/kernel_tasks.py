@@ -41,7 +41,6 @@ class Transfer(NamedTuple):
     site: CollectiveSite
     value: int
     result_bytes: float  # on one device
-    order: tuple[int, int]  # of arrays that are combined: as they are needed, or as they are made
 
 
 @dataclass
@@ -56,6 +55,7 @@ class Tasks:
         roots: by computation, the tasks whose results it hands out, in their order.
         made: by op, the task after which its result is there, -1 if it is from the start.
         computed: by op, the task that computes it first; those that take no time are missing.
+        arrived: by op and operand, the last collective that brings it there, where any does.
         group: of a kernel of fused ops, its number in `FusedKernels`; -1 of other tasks.
         results: how many arrays it writes.
         inside: by task, the ops whose results it computes for itself, for no kernel writes them: a bit for each.
@@ -68,6 +68,7 @@ class Tasks:
     roots: dict[int, list[int]] = field(default_factory=dict)
     made: dict[int, int] = field(default_factory=dict)
     computed: dict[int, int] = field(default_factory=dict)
+    arrived: dict[tuple[int, int], int] = field(default_factory=dict)
     group: list[int] = field(default_factory=list)
     results: list[int] = field(default_factory=list)
     inside: dict[int, int] = field(default_factory=dict)
@@ -146,6 +147,7 @@ def fused(tasks: Tasks, holders: Sequence[tuple[int, ...]] = ((OUTSIDE,),)) -> T
     out.roots = {home: [m for n in some if n >= 0 for m in to[n]] for home, some in tasks.roots.items()}
     out.made = {j: max(to[n]) if n >= 0 else n for j, n in tasks.made.items()}
     out.computed = {j: to[n][0] for j, n in tasks.computed.items()}
+    out.arrived = {at: number[n] for at, n in tasks.arrived.items()}
     return out
 
 

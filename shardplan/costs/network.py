@@ -34,7 +34,7 @@ from shardplan.mesh.layout import Layout
 from shardplan.mesh.reshard import ReshardStep
 from shardplan.xla_model.combining import COMBINABLE
 from shardplan.xla_model.live_in_any_order import LiveInAnyOrder
-from shardplan.xla_model.liveness import bytes_until_read, takes_over_buffer
+from shardplan.xla_model.liveness import RunOrder, bytes_until_read, takes_over_buffer
 from shardplan.xla_model.ragged import masked_copies
 from shardplan.xla_model.wide_elementwise import WIDER
 
@@ -74,7 +74,7 @@ class PricedProblem(NamedTuple):
 
 
 class Allocation(NamedTuple):
-    """What a device has in memory of value `value`, array `array` of op `op` (operands, then results), at times lo <= t < hi.
+    """What a device has in memory of value `value`, array `array` of op `op` (operands, then results), at places lo <= t < hi.
 
     An "own" buffer is one of every block of states but the first, a "retained" one of the last block; an "implicit" one is of a copy
     without states of its own, and is there if the copy's layout differs from that of its operand. `times` counts equal buffers, in all
@@ -338,12 +338,19 @@ class CostNetwork:
         other.__dict__.update({name: self.__dict__[name] for name in ("lifetimes", "lifetimes_of") if name in self.__dict__})
         return other
 
+    def in_order(self, order: RunOrder) -> CostNetwork:
+        """The same network with what is in memory when ops run in this order."""
+        other = replace(self, prices=self.prices.in_order(order))
+        if self.limit is None and "priced" in vars(self):
+            other.__dict__["priced"] = self.priced  # without a limit the problem knows no memory
+        return other
+
     def in_any_order(self, live: LiveInAnyOrder) -> CostNetwork:
         """The same network, for a bound, with nothing in memory but what is in any order in which ops may run, at places of a chain."""
         return replace(self, prices=replace(self.prices, at_least=live))
 
     def _lifetimes(self) -> Iterator[Allocation]:
-        graph, live, blocks = self.space.graph, self.prices.live, self.blocks
+        graph, live, blocks, order = self.space.graph, self.prices.live, self.blocks, self.prices.order
         for v, interval in enumerate(live):
             if interval is None or interval[0] >= interval[1]:
                 continue
@@ -358,7 +365,7 @@ class CostNetwork:
             if i in graph.retainable_from and self.prices.at_least is None:
                 at, _ = graph.retainable_from[i]
                 earlier = live[graph.ops[at].outputs[0]] if graph.ops[at].traits.copy else None
-                since = earlier[1] if earlier else at + 1
+                since = earlier[1] if earlier else order.behind(at + 1)
                 if since < interval[0]:
                     yield Allocation(i, r, v, since, interval[0], "retained")
         if self.prices.at_least is not None:
@@ -367,21 +374,22 @@ class CostNetwork:
         for masked in masked_copies(graph):
             if (v := graph.ops[masked.op].inputs[masked.operand]) is not None:
                 groups = local_groups(graph.ops[masked.op], self.space.strategies[masked.op], self.space.mesh)
-                yield Allocation(masked.op, masked.operand, v, masked.lo, masked.hi, "", groups)
+                yield Allocation(masked.op, masked.operand, v, *order.span(masked.lo, masked.hi - 1), "", groups)
         for i, parts in self.space.held_parts:
-            op = graph.ops[i]
-            yield Allocation(i, len(op.inputs), op.outputs[0], i, i + 1, "", parts.result)
+            op, end = graph.ops[i], order.places[i] + 1
+            at = min(order.read_at[i], order.places[i])
+            yield Allocation(i, len(op.inputs), op.outputs[0], at, end, "", parts.result)
             for k, v in enumerate(op.inputs):
                 if v is not None and parts.operands.any():
                     instead = self.space.rules[maker := graph.maker(v)].fusion == "loop" and not graph.ops[maker].traits.border
                     instead = instead and {*graph.readers(graph.original(v))} == {i} and self._is_held(v)
-                    yield Allocation(i, k, v, i, i + 1, "", np.maximum(0.0, parts.operands - instead))
+                    yield Allocation(i, k, v, at, at + 1, "", np.maximum(0.0, parts.operands - instead))
         for i, last, times in self.space.halo_copies:
             if (v := graph.ops[i].inputs[0]) is not None:
-                yield Allocation(i, 0, v, i, last + 1, "", times)
+                yield Allocation(i, 0, v, *order.span(i, last), "", times)
         for copy in self.space.facts.copies:
             if (v := graph.ops[copy.op].inputs[copy.operand]) is not None:
-                yield Allocation(copy.op, copy.operand, v, copy.op, copy.last + 1, "", copy.times)
+                yield Allocation(copy.op, copy.operand, v, *order.span(copy.op, copy.last), "", copy.times)
 
     def _copied(self, live: LiveInAnyOrder) -> Iterator[Allocation]:
         """Of arrays that are in memory themselves or as a copy, the least that a device may hold of either."""

@@ -6,8 +6,10 @@
 
 Rows of a stack of weights need nothing. But a round of gradient accumulation needs no array of the round before, so an all-gather of an
 activation runs its whole forward pass a round ahead; and the backward pass, which needs that forward pass, too, has XLA run it twice.
+What only the backward pass reads is not stacked ahead.
 
-Facts: options-pipelined-gather, options-pipelined-gather-twice, options-pipelined-gather-behind-loop, options-pipelined-reduction.
+Facts: options-pipelined-gather, options-pipelined-gather-twice, options-pipelined-gather-stacks,
+options-pipelined-gather-behind-loop, options-pipelined-reduction.
 """
 
 from __future__ import annotations
@@ -78,6 +80,21 @@ class Pipelining:
             if ahead != NOTHING or later:
                 out[home] = ahead._replace(later=later)
         return out
+
+    def run_ahead(self, home: int, loop: int, found: Pipelined) -> frozenset[Member]:
+        """Members of a loop in computation `home` that run a round ahead with what is `found`: but stacks that nothing there reads."""
+        tasks, ahead = self.tasks, {*found.needed, *(("task", n) for n in found.ahead)}
+        read = set[int]()
+        for n, before in enumerate(tasks.before):
+            if self._is_in(n, home) and not self._is_in(n, loop) and self.member(n, home) in ahead:
+                read.update(m for m in before if self._is_in(m, loop))
+        stacks = {tasks.made.get(j, -1) for j, op in enumerate(self.graph.ops) if op.traits.loop_stack and op.held_during == loop}
+        roots = (n for n in tasks.roots.get(loop, ()) if n >= 0 and self._is_in(n, loop) and (n in read or n not in stacks))
+        out = {self.member(n, loop) for n in roots}
+        for name in reversed(self.orders[loop]):
+            if name in out:
+                out.update(self.members[loop][name])
+        return frozenset(out)
 
     def _is_in(self, n: int, home: int) -> bool:
         """Whether a computation holds a task."""

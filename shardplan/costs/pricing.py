@@ -2,7 +2,7 @@
 
 From what is combined follow the latency that each array pays and, by rules that hold for any plan, how long its collective may be in
 flight while kernels run (`xla_model/overlap_windows.py`). Windows that are read off the schedule of a judged plan
-(`costs/schedule_windows.py`) take the place of these in prices, not in memory.
+(`costs/schedule_windows.py`) take the place of these in prices, and the order of its ops (`costs/decided_memory.py`) in memory.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from shardplan.mesh.reshard import Resharder
 from shardplan.xla_model.combining import COMBINABLE, COMBINE_THRESHOLD_BYTES, SUMS
 from shardplan.xla_model.compiler_options import DEFAULT
 from shardplan.xla_model.live_in_any_order import LiveInAnyOrder
-from shardplan.xla_model.liveness import Interval, live_intervals
+from shardplan.xla_model.liveness import Interval, RunOrder, live_intervals, order_by_rules
 from shardplan.xla_model.overlap_windows import OverlapWindows, Transfer, overlap_windows
 
 CombinedGroups = tuple[tuple[tuple[int, CollectiveKey], tuple[tuple[int, float], ...]], ...]
@@ -42,11 +42,13 @@ class Pricing:
         background_price: fraction of a background collective's seconds that its edge costs.
         combined: what is combined; None: all arrays of a site group are, however each is moved.
         windows: how long a collective can be in flight in the schedule of a judged plan; None: as the rules say of any plan.
+        order: the order of that schedule, for memory; None: by the rules.
     """
 
     background_price: float = 1.0
     combined: CombinedGroups | None = None
     windows: ScheduleWindows | None = None
+    order: RunOrder | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,13 +60,15 @@ class CombinedPrices:
         resharder: prices redistribution of one array that nothing is combined with.
         combined: as of `Pricing`.
         given: windows by the rules for another plan, to take instead of those that follow.
-        at_least: what is in memory in any order, for a bound; None: as the rules say.
+        schedule: the order in which the ops of a plan run; None: by the rules.
+        at_least: what is in memory in any order, for a bound; None: as the order says.
     """
 
     space: StrategySpace
     resharder: Resharder
     combined: CombinedGroups | None
     given: OverlapWindows | None = None
+    schedule: RunOrder | None = None
     at_least: LiveInAnyOrder | None = None
 
     @cached_property
@@ -74,23 +78,34 @@ class CombinedPrices:
 
     @cached_property
     def windows(self) -> OverlapWindows:
-        """Overlap windows by the rules: for live intervals, and for prices where `Pricing.windows` has none."""
+        """Overlap windows by the rules: for the order of ops, and for prices, where `Pricing` has none."""
         return plan_windows(self.space, self.combined) if self.given is None else self.given
+
+    def in_order(self, order: RunOrder) -> CombinedPrices:
+        """The same prices, with what is in memory when ops run in this order."""
+        other = replace(self, schedule=order)
+        other.__dict__.update({name: found for name, found in vars(self).items() if name in ("resharders", "windows")})
+        return other
+
+    @cached_property
+    def order(self) -> RunOrder:
+        """In which ops run."""
+        return order_by_rules(self.space.graph, self.windows) if self.schedule is None else self.schedule
 
     @cached_property
     def live(self) -> list[Interval | None]:
         """Per value, when it is in memory."""
-        return live(self.space, self.windows) if self.at_least is None else self.at_least.values
+        return live(self.space, self.order) if self.at_least is None else self.at_least.values
 
 
-def live(space: StrategySpace, windows: OverlapWindows | None = None) -> list[Interval | None]:
-    """Per value, when it is in memory; without windows no array waits for a collective."""
+def live(space: StrategySpace, order: RunOrder) -> list[Interval | None]:
+    """Per value, when it is in memory."""
     kernels = space.facts.kernels
 
     def in_place(at: int, v: int) -> bool:
         return space.rules[at].fusion in ("loop", "view") and kernels.overwrites(at, v)
 
-    return live_intervals(space.graph, space.materialised, in_place, windows, space.facts.summed_scatters.values(), kernels.products)
+    return live_intervals(space.graph, space.materialised, in_place, order, space.facts.summed_scatters.values(), kernels.products)
 
 
 def resharders(space: StrategySpace, resharder: Resharder, combined: CombinedGroups | None) -> tuple[Resharder, ...]:

@@ -168,6 +168,16 @@ def _elements(op: Op, strategies: OpStrategies, written: bool) -> np.ndarray:
     return results + np.zeros(len(strategies))
 
 
+def reduced_twice(op: Op, strategies: OpStrategies) -> np.ndarray:
+    """Whether there is too much for one block of threads to reduce, bool [s]: a second kernel reduces what the blocks make."""
+    axes = op.params.get("axes")
+    if not axes or not op.traits.reduction:
+        return np.zeros(len(strategies), bool)
+    (x, *_), (y, *_) = op.ins, op.outs
+    most = ROW_ELEMENTS if len(x.shape) - 1 in axes else BLOCK_ELEMENTS
+    return x.size / strategies.shards[0] > most * y.size / strategies.shards[len(op.ins)]
+
+
 def _more_reduction_seconds(op: Op, strategies: OpStrategies, mesh: MeshShape, device: Device, apart: Sequence[int]) -> np.ndarray:
     """Seconds [s] of what reduces the results of a reduction's first kernel, if there is too much for one block of threads.
 
@@ -177,8 +187,7 @@ def _more_reduction_seconds(op: Op, strategies: OpStrategies, mesh: MeshShape, d
     if not axes or not op.traits.reduction:
         return np.zeros(len(strategies))
     (x, *_), (y, *_) = op.ins, op.outs
-    most = ROW_ELEMENTS if len(x.shape) - 1 in axes else BLOCK_ELEMENTS
-    seconds = device.kernel_latency_s * (x.size / strategies.shards[0] > most * y.size / strategies.shards[len(op.ins)])
+    seconds = device.kernel_latency_s * reduced_twice(op, strategies)
     for s, layout in enumerate(strategies.operands[0] if apart else ()):
         shape = layout.local_shape(x.shape, mesh)
         if (found := split_reduction([Dim(shape[d], d in axes) for d in apart])) is not None:

@@ -89,6 +89,8 @@ class _Clock:
     program: DecidedProgram
     home: int
     numbers: dict[Member, int]
+    members: dict[int, Member]
+    collective: Sequence[bool]
     spans: Sequence[tuple[float, float]]
     kernels: Sequence[tuple[float, float]]
     collectives: Sequence[tuple[float, float]]
@@ -96,11 +98,11 @@ class _Clock:
     @classmethod
     def of(cls, program: DecidedProgram, home: int) -> _Clock:
         """The clock of a computation with all collectives that run in it."""
-        (tasks, nested, _), numbers = program.listed(home)
+        (tasks, nested, members), numbers = program.listed(home)
         found = spans(tasks, nested, program.hides)
         kernels = [s for s, task in zip(found, tasks, strict=True) if not task.collective and not task.has_collectives]
         collectives = [s for s, task in zip(found, tasks, strict=True) if task.collective]
-        return cls(program, home, numbers, found, sorted(kernels), sorted(collectives))
+        return cls(program, home, numbers, members, [task.collective for task in tasks], found, sorted(kernels), sorted(collectives))
 
     @cached_property
     def total_s(self) -> float:
@@ -119,8 +121,11 @@ class _Clock:
     def _span(self, n: int) -> tuple[float, float]:
         if n < 0 or self.home not in self.program.graph.loop_holders[self.program.tasks.home[n]]:
             return 0.0, 0.0
-        number = self.numbers.get(self.program.member(n, self.home))
-        return (0.0, 0.0) if number is None else self.spans[number]
+        number = self.numbers.get(member := self.program.member(n, self.home))
+        if number is None:
+            return 0.0, 0.0
+        in_parts = self.members.get(number - 1) == member and not self.collective[number]
+        return self.spans[number - in_parts][0], self.spans[number][1]
 
     def compute(self, time: float) -> float:
         """Seconds of kernels by then."""

@@ -195,7 +195,8 @@ class IntegerProgram(Search):
             if start is None or start.excess_bytes:
                 break
             started.append(start)
-            pricing = Pricing(combined=start.network.pricing.combined, windows=start.windows)
+            order = None if found.limit is None else start.memory.order
+            pricing = Pricing(combined=start.network.pricing.combined, windows=start.windows, order=order)
             hint = start.states if start.network.space is self.task.space else ()
 
             def at(price: float, pricing=pricing, hint=hint) -> Candidate:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 import jax
 import numpy as np
 
+from shardplan.costs.decided_memory import DecidedMemory
 from shardplan.costs.halo_exchange import Exchange
 from shardplan.costs.memory_categories import memory_by_category
 from shardplan.costs.states import PS
@@ -164,7 +165,8 @@ def _collective(step: ReshardStep | Exchange) -> PlannedCollective:
 
 def _memory(planned: Planned, options: XlaOptions, kinds: Mapping[int, str]) -> MemoryReport:
     graph, limit = planned.graph, planned.network.limit
-    allocations = planned.program(options).allocations()
+    memory = DecidedMemory(planned.program(options))
+    allocations = memory.allocations()
     horizon = max((end for *_, end, _ in allocations), default=0)
     if not horizon:
         return MemoryReport(0.0, limit, "", {})
@@ -175,7 +177,7 @@ def _memory(planned: Planned, options: XlaOptions, kinds: Mapping[int, str]) -> 
     live = {kind: np.cumsum(x)[:-1] for kind, x in change.items()}
     profile = np.sum([*live.values()], axis=0)
     peak = int(profile.argmax())
-    op = graph.ops[min(peak, len(graph.ops) - 1)]
+    op = graph.ops[memory.order.ops[min(peak, memory.order.end - 1)]]
     points = np.unique(np.append(np.linspace(0, horizon - 1, PROFILE_POINTS).astype(int), peak))
     return MemoryReport(
         peak=float(profile[peak]),

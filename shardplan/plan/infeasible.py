@@ -23,7 +23,7 @@ def no_plan_fits(network: CostNetwork, states: tuple[int, ...], limit: float, le
     """Why no plan fits a memory limit, and ways out.
 
     Args:
-        network: at the prices of what the states combine.
+        network: at the prices of what the states combine, in the order of their schedule.
         states: of the plan of the lowest peak that any search found.
         limit: bytes per device.
         least_bytes: a lower bound of the peak of every plan.
@@ -31,7 +31,7 @@ def no_plan_fits(network: CostNetwork, states: tuple[int, ...], limit: float, le
     """
     graph, memory = network.space.graph, network.profile(states)
     step, peak = int(memory.argmax()), float(memory.max())
-    op = graph.ops[min(step, len(graph.ops) - 1)]
+    op = graph.ops[network.prices.order.ops[min(step, network.prices.order.end - 1)]]
     shares = memory_by_category(categories(network.space.graph), network.allocations(states), step)
     parts = ", ".join(f"{category} {format_memory(n)}" for category, n in shares.items() if n > 0.005 * peak)
     proven = least_bytes > limit

@@ -17,6 +17,7 @@ from typing import Literal
 
 import numpy as np
 
+from shardplan.costs.decided_memory import DecidedMemory
 from shardplan.costs.decided_program import DecidedProgram
 from shardplan.costs.kernel_tasks import OUTSIDE
 from shardplan.costs.pipelining import NOTHING
@@ -73,7 +74,7 @@ class HeldArray:
         kind: category, as in `MemoryReport`.
         op: number in the graph of the op that makes it.
         bytes: on one device.
-        first, last: program order: made at, read last before.
+        first, last: places of the schedule: made at, read last before.
         start_s, end_s: the same on the time line.
     """
 
@@ -204,15 +205,21 @@ class StepSchedule:
     # ---- memory
 
     @cached_property
+    def memory(self) -> DecidedMemory:
+        """What a device has in memory."""
+        return DecidedMemory(self.program)
+
+    @cached_property
     def times(self) -> np.ndarray:
-        """Where program order is on the time line, in seconds [op + 1]: never decreasing, else nearest to the ends of the kernels."""
+        """When ops run, by their places, in seconds [place + 1]: never decreasing, else nearest to the ends of the kernels."""
         one, kernels = self.program._joined[0], self._kernels
         ends: dict[int, float] = {}
         for x in self.spans:
             if x.lane == "compute" and x.op >= 0:
                 ends.setdefault(one[kernels[x.op]], x.end_s)
-        n, seconds = len(self.planned.graph.ops), self.seconds_of_ops()
-        known = [(i + 1, ends[one[kernels[i]]], seconds[i]) for i in range(n) if seconds[i] and one[kernels[i]] in ends]
+        n, seconds = self.memory.order.end, self.seconds_of_ops()
+        timed = (i for i in dict.fromkeys(self.memory.order.ops) if seconds[i] and one[kernels[i]] in ends)
+        known = [(self.memory.order.places[i] + 1, ends[one[kernels[i]]], seconds[i]) for i in timed]
         if not known:
             return np.zeros(n + 1)
         at, end, weight = map(np.array, zip(*known, strict=True))
@@ -224,13 +231,13 @@ class StepSchedule:
         kinds, last = self.planned.categories, len(self.times) - 1
         return tuple(
             HeldArray(kinds[i], i, held, lo, hi, float(self.times[min(lo, last)]), float(self.times[min(hi, last)]))
-            for i, lo, hi, held in self.program.allocations()
+            for i, lo, hi, held in self.memory.allocations()
             if held
         )
 
     @cached_property
     def peak_at(self) -> int:
-        """Time of the peak in program order."""
+        """Place of the peak in the schedule."""
         horizon = max((x.last for x in self.buffers), default=0)
         change = np.zeros(horizon + 1)
         for x in self.buffers:

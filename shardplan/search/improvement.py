@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import chain, zip_longest
 from typing import NamedTuple
 
@@ -248,4 +248,5 @@ def own_network(task: PlanningTask, judged: Judged, limit: float | None) -> Cost
     """The network at what a plan combines and at the windows of its schedule."""
     combined = judged.network.pricing.combined
     windows = judged.windows if task.overlaps else None
-    return task.network(replace(Pricing(combined=combined, windows=windows), background_price=task.interference), limit)
+    order = None if limit is None else judged.memory.order
+    return task.network(Pricing(task.interference, combined, windows, order), limit)

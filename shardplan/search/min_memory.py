@@ -45,9 +45,9 @@ def least_memory(task: PlanningTask, lowest: Judged, limit: float) -> float:
     It counts what is in memory while ops run that each wait for the one before, one of them at the peak of the plan `lowest`.
     """
     network, graph = build_network(task.space, task.resharder, limit, task.allowed, windows=OverlapWindows()), task.space.graph
-    at_peak = int(lowest.network.profile(lowest.states).argmax())
-    chain = chain_through(graph, min(at_peak, len(graph.ops) - 1))
-    problem = network.in_any_order(live_in_any_order(graph, task.space.materialised, network.prices.live, chain)).problem
+    at_peak = lowest.memory.order.ops[int(lowest.memory.network.profile(lowest.states).argmax())]
+    live = live_in_any_order(graph, task.space.materialised, network.prices.live, chain_through(graph, at_peak))
+    problem = network.in_any_order(live).problem
     return minimize_peak(replace(problem, limit=None, ties=())).bound_bytes
 
 

@@ -14,6 +14,7 @@ from math import inf
 import numpy as np
 
 from shardplan.costs.build import build_network
+from shardplan.costs.decided_memory import DecidedMemory
 from shardplan.costs.decided_program import DecidedProgram, decided_program
 from shardplan.costs.kernel_tasks import Tasks
 from shardplan.costs.network import CostNetwork
@@ -79,7 +80,12 @@ class Judged:
     @cached_property
     def peak_bytes(self) -> float:
         """The most memory of a device."""
-        return self.program.peak_bytes()
+        return self.memory.peak_bytes()
+
+    @cached_property
+    def memory(self) -> DecidedMemory:
+        """What a device has in memory."""
+        return DecidedMemory(self.program)
 
     @cached_property
     def windows(self) -> ScheduleWindows:

@@ -52,7 +52,7 @@ class Search(ABC):
         if memory is None or replicated_bytes(self.task.space) > memory:
             return self.candidates(memory, deadline)
         free = self.candidates(None, deadline)
-        if free.best is None or free.best.network.peak(free.best.states) <= memory:
+        if free.best is None or free.best.peak_bytes <= memory:
             return replace(free, limit=memory)
         found = self.candidates(memory, deadline)
         found.adopt(x for x in free.judged.values() if x.peak_bytes <= memory)

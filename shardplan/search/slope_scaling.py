@@ -32,6 +32,7 @@ from shardplan.ilp.solver.problem import Solution
 from shardplan.search.min_memory import min_peak_memory
 from shardplan.search.objective import Candidates, Judged
 from shardplan.search.overlap_price import cheapest_price
+from shardplan.xla_model.liveness import RunOrder
 
 States = tuple[int, ...]
 SearchStates = Callable[[CostNetwork, States, Deadline], Solution]
@@ -80,7 +81,7 @@ def slope_scaling(
 
 @dataclass
 class _PricingLoop:
-    """The loop's state: the network last searched, and what the plan last judged combines."""
+    """The loop's state: the network last searched, what the plan last judged combines, and under a limit the order of its schedule."""
 
     candidates: Candidates
     search: SearchStates
@@ -89,6 +90,7 @@ class _PricingLoop:
     coarse: Coarse
     network: CostNetwork | None = None
     combined: CombinedGroups | None = None
+    order: RunOrder | None = None
 
     @property
     def task(self) -> PlanningTask:
@@ -101,7 +103,7 @@ class _PricingLoop:
         """The best plan at the prices of `combined`, over all overlap prices."""
 
         def at(price: float) -> Candidate:
-            network = self.price(Pricing(price, combined))
+            network = self.price(Pricing(price, combined, order=self.order))
             return Candidate(network, search(network, hint, self.deadline))
 
         found = cheapest_price(at, self.task.interference, self.deadline)
@@ -117,6 +119,8 @@ class _PricingLoop:
     def judge(self, found: Candidate) -> Judged:
         judged = self.candidates.add(self.coarse.on_all_axes(found))
         self.combined = judged.network.pricing.combined
+        if self.candidates.limit is not None and judged.network.space is self.task.space:
+            self.order = judged.memory.order
         return judged
 
     def converge(self, combined: CombinedGroups | None) -> None:
@@ -153,6 +157,6 @@ class _PricingLoop:
             if not states:
                 break
             self.judge(Candidate(self.network, Solution("feasible", states, self.network.problem.objective(states), 0.0)))
-            self.network = self.price(Pricing(self.network.pricing.background_price, self.combined))
+            self.network = self.price(Pricing(self.network.pricing.background_price, self.combined, order=self.order))
         if self.candidates.excess_bytes or not self.deadline.over():
             self.attempt(self.search, self.combined)

@@ -1,4 +1,7 @@
-"""When each value is in memory: half-open intervals of op numbers. Two arrays are in memory together iff their intervals overlap.
+"""When each value is in memory: half-open intervals of places. Two arrays are in memory together iff their intervals overlap.
+
+The place of an op is its turn in the order in which ops run: that of the program, but for rules 5 to 8, as long as no plan is known;
+that of its kernel in the schedule of a plan, once it is.
 
 Rule 13, life: from its op to its last reader; an elementwise reader may reuse the buffer.
 Rule 14, loops and branches: what a loop reads lives until it ends, the rows it stacks from the start of the first loop around that
@@ -14,6 +17,8 @@ liveness-donation, liveness-stack-zeros, liveness-shared-buffers.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from types import MappingProxyType
 
 from shardplan.ir.graph import Graph, components
@@ -23,6 +28,60 @@ from shardplan.xla_model.stack_zeros import stacks_of_one_shape
 from shardplan.xla_model.summed_scatters import SummedScatter
 
 Interval = tuple[int, int]
+"""Places lo <= t < hi."""
+
+
+@dataclass(frozen=True, eq=False)
+class RunOrder:
+    """In which order the ops of a step run.
+
+    Attributes:
+        graph: the step.
+        places: per op, where it runs, and its results are there; each op has a place of its own, and loops run at a stretch.
+        read_at: per op, where it reads: the same, unless rule 8 has it wait, or two kernels run it, of which the first one reads.
+        sent_from: op -> the earlier place from which on the collective of its operand is in flight.
+        scheduled: whether it is the schedule of a plan: a product whose sum is not written as such reads where it is computed.
+    """
+
+    graph: Graph
+    places: Sequence[int]
+    read_at: Sequence[int]
+    sent_from: Mapping[int, int]
+    scheduled: bool
+
+    @cached_property
+    def ops(self) -> list[int]:
+        """By place, the op."""
+        out = [0] * self.end
+        for places in (self.read_at, self.places):
+            for j, at in enumerate(places):
+                out[at] = j
+        return out
+
+    @cached_property
+    def end(self) -> int:
+        """The place behind the step."""
+        return max(self.places, default=-1) + 1
+
+    @cached_property
+    def loops(self) -> list[Interval]:
+        """Per loop, where it runs."""
+        runs = ([self.places[j] for j in range(loop.start, loop.stop)] for loop in self.graph.loops)
+        return [(min(some), max(some) + 1) if some else (0, 0) for some in runs]
+
+    def span(self, first: int, last: int) -> Interval:
+        """From where op `first` runs until op `last` has run."""
+        return self.places[first], max(self.places[first], self.places[last]) + 1
+
+    def behind(self, at: int) -> int:
+        """The place behind ops < `at` of the program, or behind the step."""
+        return self.places[at - 1] + 1 if at else 0
+
+
+def order_by_rules(graph: Graph, windows: OverlapWindows | None = None) -> RunOrder:
+    """The order of the program, but for rules 5 to 8; without `windows`, nothing waits for a collective."""
+    windows = windows or OverlapWindows()
+    return RunOrder(graph, range(len(graph.ops)), runs_at(graph, windows.deferred_until), windows.prefetch_start, False)
 
 
 def takes_over_buffer(graph: Graph, materialised: Sequence[bool], at: int) -> bool:
@@ -73,20 +132,20 @@ def live_intervals(
     graph: Graph,
     materialised: Sequence[bool],
     in_place: Callable[[int, int], bool],
-    windows: OverlapWindows | None = None,
+    order: RunOrder | None = None,
     summed: Collection[SummedScatter] = (),
     products: Mapping[int, int] = MappingProxyType({}),
 ) -> list[Interval | None]:
-    """Per value its (birth, death) in op numbers, or None for one that holds no memory of its own.
+    """Per value its (birth, death), or None for one that holds no memory of its own.
 
     For an alias the interval is that of the copy that it is when its layout differs. `in_place` says of an op and an array whether a
-    result of the op may take the place of the array if that dies there; without `windows`, ops run in the order of the program.
+    result of the op may take the place of the array if that dies there; without `order`, ops run in that of the program.
     `summed`: additions that scatters make in place; `products`: op -> the product whose kernel computes it.
     """
-    windows = windows or OverlapWindows()
+    order = order or order_by_rules(graph)
+    places, runs = order.places, order.read_at
     replaced = {o: graph.ops[a].outputs[0] for a, o in graph.same_layout if a in graph.donated}  # output -> donated state
-    runs = runs_at(graph, windows.deferred_until)
-    held, read = _last_uses(graph, materialised, runs, replaced)
+    held, read = _last_uses(graph, materialised, order, replaced, {*products.values()} if order.scheduled else set())
     overwritten = _overwritten(graph, summed)
     buffer, shared = _buffers(graph, materialised, overwritten, runs, read)
 
@@ -99,32 +158,32 @@ def live_intervals(
         return False
 
     def death(v: int) -> int:
-        """The op before which the buffer is free: the last reader's, if that writes its result there, else the one behind it."""
-        return max(held[v], read[v] + (read[v] >= 0 and not reused(read[v], v)))
+        """The place before which the buffer is free: the last reader's, if that writes its result there, else the one behind it."""
+        return max(held[v], read[v] + (read[v] >= 0 and not reused(order.ops[read[v]], v)))
 
     def overwrites_state(v: int, at: int) -> bool:
         olds = (replaced[c] for c, _ in graph.values[v].consumers if c in replaced)
-        return any(in_place(at, w) and graph.values[w].bytes == graph.values[v].bytes and read[w] <= at for w in olds)
+        return any(in_place(at, w) and graph.values[w].bytes == graph.values[v].bytes and read[w] <= places[at] for w in olds)
 
-    state, stacked_from = {a for a, _ in graph.same_layout}, _stack_births(graph)
+    state, stacked_from = {a for a, _ in graph.same_layout}, _stack_births(graph, order)
     out: list[Interval | None] = []
     for v, value in enumerate(graph.values):
         at = value.producer[0]
         op = graph.ops[at]
         if op.traits.persistent:
             dies = op.traits.step_input and at in graph.donated and at not in state
-            out.append((0, death(v) if dies else len(graph.ops)))
+            out.append((0, death(v) if dies else order.end))
         elif op.traits.step_output or not (materialised[v] or op.traits.alias) or overwrites_state(v, at):
             out.append(None)
         else:
-            birth = stacked_from.get(at, products.get(at, at))
+            birth = stacked_from[at] if at in stacked_from else places[products.get(at, at)]
             if op.traits.loop_next:
-                birth = graph.loops[op.loop].stop
+                birth = order.loops[op.loop][1]
             elif op.traits.alias or op.forwards_value:  # other readers of an array in flight make their result when it is there
-                birth = windows.prefetch_start.get(birth, birth)
+                birth = order.sent_from.get(at, birth)
             if op.traits.zeros_after is not None:
                 where = op.inputs[op.traits.zeros_after]
-                birth = birth if where is None else graph.maker(where)
+                birth = birth if where is None else places[graph.maker(where)]
             out.append((birth, max(birth, death(v))))
     return out
 
@@ -163,38 +222,53 @@ def _buffers(
     return buffer, {buffer[v] for v, *_ in shared if v is not None}
 
 
-def _stack_births(graph: Graph) -> dict[int, int]:
+def _stack_births(graph: Graph, order: RunOrder) -> dict[int, int]:
     """Op that makes a stack of rows -> where its zeros are written: one kernel writes all of one shape and computation.
 
     Fact: liveness-stack-zeros.
     """
-    starts = ((some, min(graph.loops[graph.ops[at].held_during].start for at in some)) for some in stacks_of_one_shape(graph))
+    starts = ((some, min(order.loops[graph.ops[at].held_during][0] for at in some)) for some in stacks_of_one_shape(graph))
     return {at: first for some, first in starts for at in some}
 
 
 def _last_uses(
-    graph: Graph, materialised: Sequence[bool], runs: Sequence[int], replaced: Mapping[int, int]
+    graph: Graph, materialised: Sequence[bool], order: RunOrder, replaced: Mapping[int, int], writers: Collection[int]
 ) -> tuple[list[int], list[int]]:
-    """Per value, until when it is needed whoever reads it last; and where its last reader runs, itself or in a fusion, or -1."""
-    held, read = [value.producer[0] + 1 for value in graph.values], [-1] * len(graph.values)
+    """Per value, until when it is needed whoever reads it last; and where its last reader runs, itself or in a fusion, or -1.
+
+    `writers` are ops that read where they run though nothing writes their own result.
+    """
+    places = order.places
+    held, read = [places[value.producer[0]] + 1 for value in graph.values], [-1] * len(graph.values)
     ends = _branch_ends(graph)
     for v in reversed(range(len(graph.values))):
         for at, k in graph.values[v].consumers:
             op = graph.ops[at]
             if (at, k) in ends:
-                held[v] = max(held[v], ends[at, k])
+                held[v] = max(held[v], order.behind(ends[at, k]))
             elif op.traits.step_output:
-                held[v] = max(held[v], at if at in replaced else len(graph.ops))
+                held[v] = max(held[v], places[at] if at in replaced else order.end)
             elif op.held_during >= 0 and not op.traits.loop_stack:
-                held[v] = max(held[v], graph.loops[op.held_during].stop)
+                held[v] = max(held[v], order.loops[op.held_during][1])
             elif takes_over_buffer(graph, materialised, at):
-                held[v] = max(held[v], at)
+                held[v] = max(held[v], places[at])
             else:
-                read[v] = max(read[v], runs[at])
-                for w in op.outputs:
+                read[v] = max(read[v], order.read_at[at])
+                for w in op.outputs if at not in writers else ():
                     if not materialised[w] or op.traits.alias:
                         held[v], read[v] = max(held[v], held[w]), max(read[v], read[w])
     return held, read
+
+
+def conditionals(graph: Graph) -> list[int]:
+    """Per op, the first op of the outermost conditional whose branches, or whose joined results, it is of; itself if there is none."""
+    joined = {op.path[:-2] for op in graph.ops if op.traits.joins_branches}
+    out, first = list(range(len(graph.ops))), dict[tuple, int]()
+    for at, op in enumerate(graph.ops) if joined else ():
+        path = next((op.path[:n] for n in range(len(op.path)) if op.path[:n] in joined), None)
+        if path is not None and not op.traits.copy:
+            out[at] = first.setdefault(path, at)
+    return out
 
 
 def _branch_ends(graph: Graph) -> dict[tuple[int, int], int]:

@@ -28,7 +28,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from math import inf
 from typing import NamedTuple
 
@@ -140,21 +140,41 @@ class _Kernels:
         self.stalled: list[tuple[float, float, tuple]] = []
         self.ready: dict[float, tuple[list[tuple], list[tuple]]] = {}
         self.depths: list[float] = []
+        self.waiting: dict[int, tuple[float, float, tuple]] = {}  # kernel -> (time, -depth, key)
 
     def add(self, at: float, depth: float, seconds: float, preferences: tuple[bool, int, int]) -> None:
         """A kernel that may be placed from a time on."""
-        heappush(self.stalled, (at, -depth, (seconds, *preferences)))
+        entry = at, -depth, (seconds, *preferences)
+        self.waiting[preferences[-1]] = entry
+        heappush(self.stalled, entry)
+
+    def frees_one_more(self, n: int) -> None:
+        """Kernel n is the last reader of one task more."""
+        if n not in self.waiting:
+            return
+        at, depth, (seconds, reads_collective, freed, _) = entry = self.waiting[n]
+        if depth in self.ready and (where := _index(self.ready[depth][0], entry[2])) >= 0:
+            self.ready[depth][0].pop(where)
+            self._make_ready(depth, (seconds, reads_collective, freed + 1, n))
+        else:
+            self.stalled.remove(entry)
+            heapify(self.stalled)
+            heappush(self.stalled, (at, depth, (seconds, reads_collective, freed + 1, n)))
+        self.waiting[n] = at, depth, (seconds, reads_collective, freed + 1, n)
 
     def pass_time(self, now: float) -> None:
         """What stalled until now may be placed."""
         while self.stalled and self.stalled[0][0] <= now:
             _, depth, key = heappop(self.stalled)
-            if depth not in self.ready:
-                self.ready[depth] = [], []
-                heappush(self.depths, depth)
-            keys, preferred = self.ready[depth]
-            insort(keys, key)
-            heappush(preferred, (*(-x for x in key[1:]), key[0]))
+            self._make_ready(depth, key)
+
+    def _make_ready(self, depth: float, key: tuple) -> None:
+        if depth not in self.ready:
+            self.ready[depth] = [], []
+            heappush(self.depths, depth)
+        keys, preferred = self.ready[depth]
+        insort(keys, key)
+        heappush(preferred, (*(-x for x in key[1:]), key[0]))
 
     def pop(self, left_s: float | None) -> int:
         """Of the deepest kernels the one whose seconds come closest to those that are left to hide, if any are, else the preferred."""
@@ -172,6 +192,7 @@ class _Kernels:
             else:
                 at = bisect_right(keys, (keys[at][0], inf)) - 1
         n = keys.pop(at)[-1]
+        del self.waiting[n]
         if not keys:
             del self.ready[depth]
             heappop(self.depths)
@@ -191,6 +212,7 @@ class _Scheduler:
         self.tasks, self.now, self.placed = tasks, 0.0, list[tuple[int, bool]]()
         self.in_flight, self.hidden_at = -1, 0.0
         self.readers = [0] * len(tasks)  # not yet placed
+        self.readers_of: list[set[int]] = [set() for _ in tasks]
         self.depth = [0.0] * len(tasks)  # seconds of the longest chain of collectives before a task
         self.no_stall_at = [0.0] * len(tasks)
         self.joins: list[int] = []
@@ -200,6 +222,7 @@ class _Scheduler:
         for n, task in enumerate(tasks):
             for m in task.before:
                 self.readers[m] += 1
+                self.readers_of[m].add(n)
                 self.depth[n] = max(self.depth[n], self.depth[m] + (tasks[m].estimated_s if tasks[m].collective else 0.0))
         for n, readers in enumerate(self.readers):
             if not readers:
@@ -212,7 +235,7 @@ class _Scheduler:
         if task.collective or task.has_collectives:
             heappush(self.stalled_ends, (at, -depth - task.estimated_s * task.collective, not reads_collective, -n))
         elif task.seconds > 0:
-            freed = task.inputs + sum(self.readers[m] == 1 for m in task.before)
+            freed = task.inputs + sum(task.views or self.readers[m] == 1 for m in task.before)
             self.kernels.add(at, depth, task.estimated_s, (reads_collective, freed, n))
         else:
             self.joins.append(n)
@@ -223,6 +246,11 @@ class _Scheduler:
         self.now = at + seconds
         for m in self.tasks[n].before:
             self.readers[m] -= 1
+            self.readers_of[m].discard(n)
+            if self.readers[m] == 1:
+                (last,) = self.readers_of[m]
+                if not self.tasks[last].views:
+                    self.kernels.frees_one_more(last)
             viewed = self.tasks[m].viewed or self.tasks[n].views
             no_stall_at = max(self.now, at + EDGE_S) + EDGE_S if viewed else at + EDGE_S
             self.no_stall_at[m] = max(self.no_stall_at[m], no_stall_at)
@@ -292,6 +320,14 @@ def program_order(tasks: Sequence[Task]) -> list[tuple[int, bool]]:
     return [*out, *((n, False) for n in in_flight)]
 
 
+def scheduled(tasks: Sequence[Task], hides: bool) -> list[tuple[int, bool]]:
+    """(task, whether it is the start of a collective), in the order in which a computation runs; `hides`: whether XLA hides latency.
+
+    A computation without collectives keeps the order of the memory scheduler.
+    """
+    return latency_hiding_order(tasks) if hides and any(task.collective for task in tasks) else program_order(tasks)
+
+
 def schedule(tasks: Sequence[Task], nested: Mapping[int, tuple[Timeline, float]], hides: bool = True) -> Timeline:
     """The seconds of a computation in XLA's order.
 
@@ -313,7 +349,7 @@ def _run(
     tasks: Sequence[Task], nested: Mapping[int, tuple[Timeline, float]], hides: bool = True
 ) -> tuple[Streams, dict[int, tuple[float, float]]]:
     streams, found = Streams(), {}
-    for n, starts in latency_hiding_order(tasks) if hides else program_order(tasks):
+    for n, starts in scheduled(tasks, hides):
         begins = streams.now
         if n in nested:
             streams.nested(*nested[n])
