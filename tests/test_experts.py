@@ -224,7 +224,7 @@ def test_shards_optimizer_state_and_then_parameters_as_memory_tightens():
     assert [fraction_per_device(p, "state/m") for p in plans] == [fraction_per_device(p, "state/v") for p in plans] == [1 / 8] * 3
     assert [gathers(p) for p in plans] == [2, 3, 4] and fraction_per_device(plans[-1], "state/params") == 1 / 8
     peaks = [p.memory().peak for p in plans]
-    assert [round(peak / 1e8) for peak in peaks[::2]] == [19, 10] and peaks[2] < peaks[1] <= 0.8 * peaks[0]
+    assert [round(peak / 1e8) for peak in peaks[::2]] == [21, 10] and peaks[2] < peaks[1] <= 0.8 * peaks[0]
     assert free.gap < 0.02 and all(p.gap < 0.14 for p in plans)  # the bound is that of any memory
 
 

@@ -129,7 +129,8 @@ def test_a_collective_is_asked_for_by_its_line_or_as_a_reshard(plan):
 
 
 def test_gradients_are_called_by_their_parameter():
-    plan = planned(pins={"params/**": P(), "moments/**": P(), "batch/**": P(("data", "model"))})
+    pins = {"params/**": P(), "moments/**": P(), "batch/**": P(("data", "model"))}
+    plan = planned(pins=pins, search="propagation")
     names = {plan.why(r).name for d in plan.decisions if d.phase != "forward" for r in d.reshards}
     assert {f"gradient of state/params/layers/{n}/{w}" for n in (0, 1) for w in ("up", "down")} <= names
 

@@ -96,6 +96,12 @@ def test_an_input_is_transposed_before_it_is_gathered_along_an_inner_dim_unless_
     assert transposes(fn, *args, ins=(s(), s(*spec)), outs=s()) == expected
 
 
+@pytest.mark.parametrize(("spec", "kernels"), [(("data", None), []), ((None, "data"), ["behind 32"])])
+def test_what_is_gathered_along_an_inner_dim_and_leaves_the_step_is_transposed(spec, kernels):
+    ins = s(*spec), s(*spec)
+    assert transposes(lambda w, m: w - m, *[a(2048, 8192)] * 2, ins=ins, outs=s(None, None)) == kernels
+
+
 def in_a_loop(reads):
     def fn(x, w):
         w = constrain(w, s())

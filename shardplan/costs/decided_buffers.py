@@ -54,11 +54,8 @@ def decided_buffers(network: CostNetwork, states: Sequence[int], tasks: Tasks) -
     def arrived(n: int, source: int) -> int:
         """The bit of what collective n makes of `source`."""
         if n not in moved:
-            transfer = tasks.transfers[n]
-            before = (m for m in tasks.before[n] if m in tasks.transfers and tasks.transfers[m].value == transfer.value)
-            m = next(before, None)
-            out.reads[n] |= source if m is None else arrived(m, source)
-            moved[n] = out.add(("task", n), transfer.result_bytes)
+            out.reads[n] |= source if (m := tasks.step_before(n)) is None else arrived(m, source)
+            moved[n] = out.add(("task", n), tasks.transfers[n].result_bytes)
         return moved[n]
 
     for j, op in enumerate(graph.ops):

@@ -8,7 +8,7 @@
 Kernels around collectives make copies of arrays, which are in memory as well.
 
 Facts: options-pipelined-gather-memory, options-last-iteration, memory-combined-all-reduces,
-memory-split-products, memory-transposed-operands.
+memory-split-products, memory-transposed, memory-sent.
 """
 
 from __future__ import annotations
@@ -17,12 +17,16 @@ import itertools
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from functools import cached_property
+from math import inf
+
+import numpy as np
 
 from shardplan.costs.decided_program import DecidedProgram
 from shardplan.costs.kernel_tasks import OUTSIDE
 from shardplan.costs.network import CostNetwork
 from shardplan.ilp.solver.problem import sum_over_intervals
 from shardplan.ir.graph import Graph
+from shardplan.xla_model.fusible import read_array
 from shardplan.xla_model.liveness import RunOrder, conditionals
 from shardplan.xla_model.timeline import scheduled
 
@@ -73,11 +77,43 @@ class DecidedMemory:
     def allocations(self) -> list[Allocation]:
         """(op, lo, hi, bytes) of arrays, what pipelining carries, stacks of the last round, and copies around collectives."""
         found = self.network.allocations(self.program.states)
-        return [*found, *self._carried(), *self._last_rounds(found), *self._filled_and_emptied(), *self._transposed()]
+        return [*found, *self._sent(), *self._carried(), *self._last_rounds(found), *self._filled_and_emptied(), *self._transposed()]
 
     def peak_bytes(self) -> float:
         """The most bytes that a device has in memory at any time."""
         return float(sum_over_intervals((lo, hi, n) for _, lo, hi, n in self.allocations()).max(initial=0.0))
+
+    def _sent(self) -> Iterator[Allocation]:
+        """What collectives read and no kernel would write otherwise, until they are done; an all-reduce writes over it.
+
+        What a product's kernel would write instead has memory of its own from the product on, which is taken off here.
+        """
+        tasks, turns, rules, graph = self.program.tasks, self._turns, self.program.network.space.rules, self.graph
+        until, known = dict[int, int](), dict[int, float]()
+        for (j, k), n in tasks.arrived.items():
+            while (before := tasks.step_before(n)) is not None:
+                n = before
+            if (v := graph.ops[j].inputs[k]) is not None and not self._holds(read_array(graph, rules, v)):
+                ends = turns.starts if tasks.transfers[n].step.kind == "all-reduce" else turns.ends
+                until[v] = max(until.get(v, 0), self._place(ends[self.program._joined[0][n]]))
+                for r, w in enumerate(graph.ops[j].outputs):
+                    if self._holds(w, self.order.places[graph.values[v].producer[0]]):
+                        known[v] = known.get(v, 0.0) + self._bytes(w, j, len(graph.ops[j].inputs) + r)
+        for v, hi in until.items():
+            i, r = graph.values[v].producer
+            size = self._bytes(v, i, len(graph.ops[i].inputs) + r) - known.get(v, 0.0)
+            if (lo := self.order.places[i]) < hi and size > 0:
+                yield i, lo, hi, size
+
+    def _holds(self, v: int, place: float = inf) -> bool:
+        """Whether the value is in memory, and from no later place on, wherever the arrays of the plan lie."""
+        interval = self.network.prices.live[v]
+        return interval is not None and interval[0] < interval[1] and interval[0] <= place
+
+    def _bytes(self, v: int, i: int, array: int) -> float:
+        """Bytes on one device of value v as op i has it: its operands, then its results."""
+        of = self.program.network.space.strategies[i]
+        return float(np.ceil(self.graph.values[v].bytes / of.shards[array][self.program.states[i] % len(of)]))
 
     def _carried(self) -> Iterator[Allocation]:
         """Of pipelined loops: gathered rows of one more round, and sums of gradients that are not reduced yet, during the loop."""
@@ -101,14 +137,14 @@ class DecidedMemory:
                     yield j, (place := self._place(at)), place + 1, size
 
     def _transposed(self) -> Iterator[Allocation]:
-        """Gathered operands of loops, as they have arrived, while a kernel transposes them."""
+        """Gathered operands of loops and results of the step, while a kernel transposes them; what replaces state, from its start."""
         program, turns = self.program, self._turns
-        of, mesh = program.network.space.strategies, program.network.space.mesh
         for edge, _ in program.network.edge_kernels(program.states):
-            j, n = edge.consumer, program.tasks.made.get(edge.consumer, -1)
-            if edge.template.loop_bytes and n >= 0 and (turn := turns.ends.get(program._joined[0][n])) is not None:
-                shards = of[j].operands[edge.operand][program.states[j] % len(of[j])].shards(mesh)
-                yield j, (place := self._place(turn)), place + 1, edge.template.loop_bytes / shards
+            j, leaves = edge.consumer, self.graph.ops[edge.consumer].traits.step_output
+            if (leaves or edge.template.loop_bytes) and (n := program.tasks.arrived.get((j, edge.operand), -1)) >= 0:
+                n, replaces = program._joined[0][n], leaves and not self._holds(edge.value)
+                begin, end = (self._place(of[n]) for of in (turns.starts if replaces else turns.ends, turns.ends))
+                yield j, begin, end + 1, self._bytes(edge.value, j, edge.operand)
 
     def _last_rounds(self, allocated: Sequence[Allocation]) -> Iterator[Allocation]:
         """Stacks of the last round of pipelined loops, which stands behind the others: their zeros are written before these."""

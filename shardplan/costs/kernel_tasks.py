@@ -73,6 +73,11 @@ class Tasks:
     results: list[int] = field(default_factory=list)
     inside: dict[int, int] = field(default_factory=dict)
 
+    def step_before(self, n: int) -> int | None:
+        """The collective right before collective n on the way of its array."""
+        of_array = (m for m in self.before[n] if m in self.transfers and self.transfers[m].value == self.transfers[n].value)
+        return next(of_array, None)
+
     def add(self, home: int, before: Iterable[int], seconds: float = 0.0, transfer: Transfer | None = None, group: int = -1) -> int:
         """Adds a task and returns its number.
 

@@ -6,7 +6,7 @@ parameter and its moments pay as well: the optimizer computes with them together
 What moves along a dim is outermost there in memory (`costs/transposes.py`); `array_order` says in which orders an array may be. Those
 that arrays have without collectives are in `physical_order.py`.
 
-Facts: layout-elementwise-coupled, layout-product-groups, layout-input-transposed.
+Facts: layout-elementwise-coupled, layout-product-groups, layout-input-transposed, layout-output-transposed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class ArrayOrder:
 
     Attributes:
         made: groups of dims of the product that makes it; () where no product does.
-        read: the groups of all products that read it.
+        read: the groups of all products that read it; if it leaves the step, all dims in one: XLA hands it out row-major.
         input_bytes: bytes of the input of the step, or of a loop's row, that is the array, but for casts of a row; else 0. An input
             has its own order, and is transposed by a kernel before it moves.
     """
@@ -43,6 +43,8 @@ def array_order(graph: Graph, rules: Sequence[Rule], v: int, at: int, k: int) ->
     for j, m in reads:
         if graph.ops[j].traits.copy:
             reads += graph.values[graph.ops[j].outputs[0]].consumers
+        elif graph.ops[j].traits.step_output:
+            read.add(tuple(range(len(graph.values[v].shape))))
         elif is_product(graph.ops[j], rules[j]):
             read.update(operand_groups(graph.ops[j], m))
     row = graph.values[graph.origin(v, lambda i: graph.ops[i].traits.copy or graph.ops[i].forwards_value)]
