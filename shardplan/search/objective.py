@@ -156,6 +156,8 @@ def compiled(task: PlanningTask, judged: Judged, options: Iterable[XlaOptions]) 
             line = judged.timelines[some] = program.step_timeline(task.interference)
         answer = replace(judged.solution, objective=float(np.rint(line.total_s * PS)), bound=0.0)
         found = replace(judged, solution=answer, timeline=line, xla=some, tasks=program.tasks)
+        if found.limit is not None:
+            vars(found)["peak_bytes"] = DecidedMemory(program).peak_bytes()  # while its program is at hand
         if best.timeline.total_s == inf or (found.excess_bytes, line.total_s) < (best.excess_bytes, (1 - GAIN) * best.timeline.total_s):
             best = found
     return best
