@@ -117,6 +117,6 @@ def _lowest_peak(task: PlanningTask, search: Search, found: Candidates, limit: f
         pinned = [
             ops[i].label or pin_description(ops[i], pins) for i, pins in sorted(pins_by_op(task.space.graph, task.options).items())
         ]
-        raise ShardingError(no_plan_fits(lowest.memory.network, lowest.states, limit, least_memory(task, lowest, limit), pinned))
+        raise ShardingError(no_plan_fits(lowest.memory, limit, least_memory(task, lowest, limit), pinned))
     lowest = replace(lowest, limit=limit)
     return compiled(task, lowest, thresholds(lowest.xla) if task.options.chooses_xla else ())

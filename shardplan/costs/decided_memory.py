@@ -76,12 +76,31 @@ class DecidedMemory:
 
     def allocations(self) -> list[Allocation]:
         """(op, lo, hi, bytes) of arrays, what pipelining carries, stacks of the last round, and copies around collectives."""
+        return [*self._allocations]
+
+    @cached_property
+    def _allocations(self) -> list[Allocation]:
         found = self.network.allocations(self.program.states)
         return [*found, *self._sent(), *self._carried(), *self._last_rounds(found), *self._filled_and_emptied(), *self._transposed()]
 
     def peak_bytes(self) -> float:
         """The most bytes that a device has in memory at any time."""
-        return float(sum_over_intervals((lo, hi, n) for _, lo, hi, n in self.allocations()).max(initial=0.0))
+        return float(self._profile.max(initial=0.0))
+
+    @property
+    def place_of_peak(self) -> int:
+        """The first place at which it has as many."""
+        return int(self._profile.argmax())
+
+    @property
+    def op_at_peak(self) -> int:
+        """The op that runs there."""
+        return self.order.ops[min(self.place_of_peak, self.order.end - 1)]
+
+    @cached_property
+    def _profile(self) -> np.ndarray:
+        """Bytes that a device has in memory at every place, [place]."""
+        return sum_over_intervals((lo, hi, n) for _, lo, hi, n in self._allocations)
 
     def _sent(self) -> Iterator[Allocation]:
         """What collectives read and no kernel would write otherwise, until they are done; an all-reduce writes over it.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from shardplan.costs.decided_memory import DecidedMemory
 from shardplan.costs.memory_categories import categories, memory_by_category
-from shardplan.costs.network import CostNetwork
 from shardplan.ir.graph import Graph
 from shardplan.mesh.layout import MeshShape, splits_unevenly
 from shardplan.units import format_memory, listed
@@ -19,31 +19,29 @@ def pins_contradict() -> str:
     return "no plan exists: the pins contradict each other.\n  way out: drop one of them"
 
 
-def no_plan_fits(network: CostNetwork, states: tuple[int, ...], limit: float, least_bytes: float, pinned: Sequence[str] = ()) -> str:
+def no_plan_fits(lowest: DecidedMemory, limit: float, least_bytes: float, pinned: Sequence[str] = ()) -> str:
     """Why no plan fits a memory limit, and ways out.
 
     Args:
-        network: at the prices of what the states combine, in the order of their schedule.
-        states: of the plan of the lowest peak that any search found.
+        lowest: what the plan of the lowest peak that any search found has in memory.
         limit: bytes per device.
         least_bytes: a lower bound of the peak of every plan.
         pinned: what the user pins, in words.
     """
-    graph, memory = network.space.graph, network.profile(states)
-    step, peak = int(memory.argmax()), float(memory.max())
-    op = graph.ops[network.prices.order.ops[min(step, network.prices.order.end - 1)]]
-    shares = memory_by_category(categories(network.space.graph), network.allocations(states), step)
+    graph, mesh, peak = lowest.graph, lowest.program.network.space.mesh, lowest.peak_bytes()
+    op = graph.ops[lowest.op_at_peak]
+    shares = memory_by_category(categories(graph), lowest.allocations(), lowest.place_of_peak)
     parts = ", ".join(f"{category} {format_memory(n)}" for category, n in shares.items() if n > 0.005 * peak)
     proven = least_bytes > limit
     bound = "" if abs(peak - least_bytes) < 0.005 * peak else f"; no plan takes less than {format_memory(least_bytes)}"
-    ways = ["pad_state=True"] if has_state_to_pad(graph, network.space.mesh) else []
+    ways = ["pad_state=True"] if has_state_to_pad(graph, mesh) else []
     ways += [f"no pin on {listed(pinned, 3)}"] if pinned else []
     ways += ["a larger mesh"]
     ways += ["donate_argnums for the state"] if any(start not in graph.donated for start, _ in _state(graph)) else []
     ways += [f"jax.checkpoint around {op.source}"] if shares.get("activations", 0.0) > RECOMPUTED * peak else []
     what = "no plan fits" if proven else "no plan found fits"
     return (
-        f"{what} {format_memory(limit)} per device on mesh {network.space.mesh}.\n"
+        f"{what} {format_memory(limit)} per device on mesh {mesh}.\n"
         f"  lowest peak found: {format_memory(peak)}, at {op.source} in {op.source.function or op.primitive}   [{parts}]{bound}\n"
         f"  ways out: {', '.join(ways)}, or memory={peak * 1.001:.4g}"
     )

@@ -45,8 +45,7 @@ def least_memory(task: PlanningTask, lowest: Judged, limit: float) -> float:
     It counts what is in memory while ops run that each wait for the one before, one of them at the peak of the plan `lowest`.
     """
     network, graph = build_network(task.space, task.resharder, limit, task.allowed, windows=OverlapWindows()), task.space.graph
-    at_peak = lowest.memory.order.ops[int(lowest.memory.network.profile(lowest.states).argmax())]
-    live = live_in_any_order(graph, task.space.materialised, network.prices.live, chain_through(graph, at_peak))
+    live = live_in_any_order(graph, task.space.materialised, network.prices.live, chain_through(graph, lowest.memory.op_at_peak))
     problem = network.in_any_order(live).problem
     return minimize_peak(replace(problem, limit=None, ties=())).bound_bytes
 
