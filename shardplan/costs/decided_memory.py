@@ -112,9 +112,10 @@ class DecidedMemory:
         for (j, k), n in tasks.arrived.items():
             while (before := tasks.step_before(n)) is not None:
                 n = before
-            if (v := graph.ops[j].inputs[k]) is not None and not self._holds(read_array(graph, rules, v)):
-                ends = turns.starts if tasks.transfers[n].step.kind == "all-reduce" else turns.ends
-                until[v] = max(until.get(v, 0), self._place(ends[self.program._joined[0][n]]))
+            ends = turns.starts if tasks.transfers[n].step.kind == "all-reduce" else turns.ends
+            v, turn = graph.ops[j].inputs[k], ends.get(self.program._joined[0][n])
+            if v is not None and turn is not None and not self._holds(read_array(graph, rules, v)):
+                until[v] = max(until.get(v, 0), self._place(turn))
                 for r, w in enumerate(graph.ops[j].outputs):
                     if self._holds(w, self.order.places[graph.values[v].producer[0]]):
                         known[v] = known.get(v, 0.0) + self._bytes(w, j, len(graph.ops[j].inputs) + r)
@@ -160,10 +161,10 @@ class DecidedMemory:
         program, turns = self.program, self._turns
         for edge, _ in program.network.edge_kernels(program.states):
             j, leaves = edge.consumer, self.graph.ops[edge.consumer].traits.step_output
-            if (leaves or edge.template.loop_bytes) and (n := program.tasks.arrived.get((j, edge.operand), -1)) >= 0:
-                n, replaces = program._joined[0][n], leaves and not self._holds(edge.value)
-                begin, end = (self._place(of[n]) for of in (turns.starts if replaces else turns.ends, turns.ends))
-                yield j, begin, end + 1, self._bytes(edge.value, j, edge.operand)
+            n = program._joined[0][n] if (n := program.tasks.arrived.get((j, edge.operand), -1)) >= 0 else n
+            if (leaves or edge.template.loop_bytes) and n in turns.ends:
+                begin = turns.starts[n] if leaves and not self._holds(edge.value) else turns.ends[n]
+                yield j, self._place(begin), self._place(turns.ends[n]) + 1, self._bytes(edge.value, j, edge.operand)
 
     def _last_rounds(self, allocated: Sequence[Allocation]) -> Iterator[Allocation]:
         """Stacks of the last round of pipelined loops, which stands behind the others: their zeros are written before these."""
