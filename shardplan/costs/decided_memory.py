@@ -17,7 +17,6 @@ import itertools
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from math import inf
 
 import numpy as np
 
@@ -103,32 +102,25 @@ class DecidedMemory:
         return sum_over_intervals((lo, hi, n) for _, lo, hi, n in self._allocations)
 
     def _sent(self) -> Iterator[Allocation]:
-        """What collectives read and no kernel would write otherwise, until they are done; an all-reduce writes over it.
-
-        What a product's kernel would write instead has memory of its own from the product on, which is taken off here.
-        """
+        """What collectives read and no kernel would write otherwise, until they are done; an all-reduce writes over it."""
         tasks, turns, rules, graph = self.program.tasks, self._turns, self.program.network.space.rules, self.graph
-        until, known = dict[int, int](), dict[int, float]()
+        until: dict[int, int] = {}
         for (j, k), n in tasks.arrived.items():
             while (before := tasks.step_before(n)) is not None:
                 n = before
             ends = turns.starts if tasks.transfers[n].step.kind == "all-reduce" else turns.ends
             v, turn = graph.ops[j].inputs[k], ends.get(self.program._joined[0][n])
-            if v is not None and turn is not None and not self._holds(read_array(graph, rules, v)):
+            if v is not None and turn is not None and not self._holds(read_array(graph, rules, v)) and not self._holds(v):
                 until[v] = max(until.get(v, 0), self._place(turn))
-                for r, w in enumerate(graph.ops[j].outputs):
-                    if self._holds(w, self.order.places[graph.values[v].producer[0]]):
-                        known[v] = known.get(v, 0.0) + self._bytes(w, j, len(graph.ops[j].inputs) + r)
         for v, hi in until.items():
             i, r = graph.values[v].producer
-            size = self._bytes(v, i, len(graph.ops[i].inputs) + r) - known.get(v, 0.0)
-            if (lo := self.order.places[i]) < hi and size > 0:
-                yield i, lo, hi, size
+            if (lo := self.order.places[i]) < hi:
+                yield i, lo, hi, self._bytes(v, i, len(graph.ops[i].inputs) + r)
 
-    def _holds(self, v: int, place: float = inf) -> bool:
-        """Whether the value is in memory, and from no later place on, wherever the arrays of the plan lie."""
+    def _holds(self, v: int) -> bool:
+        """Whether the value is in memory wherever the arrays of the plan lie."""
         interval = self.network.prices.live[v]
-        return interval is not None and interval[0] < interval[1] and interval[0] <= place
+        return interval is not None and interval[0] < interval[1]
 
     def _bytes(self, v: int, i: int, array: int) -> float:
         """Bytes on one device of value v as op i has it: its operands, then its results."""

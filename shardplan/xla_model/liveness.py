@@ -166,6 +166,8 @@ def live_intervals(
         return any(in_place(at, w) and graph.values[w].bytes == graph.values[v].bytes and read[w] <= places[at] for w in olds)
 
     state, stacked_from = {a for a, _ in graph.same_layout}, _stack_births(graph, order)
+    transposed = {v: at for at in products if graph.ops[at].traits.transpose and (v := graph.ops[at].inputs[0]) is not None}
+    transposed = {v: at for v, at in transposed.items() if graph.values[v].producer[0] == products[at] and not materialised[v]}
     out: list[Interval | None] = []
     for v, value in enumerate(graph.values):
         at = value.producer[0]
@@ -173,10 +175,13 @@ def live_intervals(
         if op.traits.persistent:
             dies = op.traits.step_input and at in graph.donated and at not in state
             out.append((0, death(v) if dies else order.end))
+        elif v in transposed:  # until a reshard, if there is one, then it is the transpose
+            out.append((places[at], max(places[at], places[transposed[v]])))
         elif op.traits.step_output or not (materialised[v] or op.traits.alias) or overwrites_state(v, at):
             out.append(None)
         else:
-            birth = stacked_from[at] if at in stacked_from else places[products.get(at, at)]
+            first = at if op.inputs and op.inputs[0] in transposed else products.get(at, at)
+            birth = stacked_from[at] if at in stacked_from else places[first]
             if op.traits.loop_next:
                 birth = order.loops[op.loop][1]
             elif op.traits.alias or op.forwards_value:  # other readers of an array in flight make their result when it is there
