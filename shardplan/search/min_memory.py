@@ -17,11 +17,12 @@ from shardplan.search.objective import Candidates, Judged
 from shardplan.xla_model.live_in_any_order import chain_through, live_in_any_order
 from shardplan.xla_model.overlap_windows import OverlapWindows
 
-LOWER = 0.97
-"""Below the lowest peak found, the search is repeated with this fraction of it as the limit ..."""
+LOWER = 0.97, 0.998
+"""The search is repeated with this fraction of the lowest peak found as the limit: the first while that finds a lower one, then the
+second ..."""
 
-TRIES = 5
-"""... so many times, as long as that finds a lower one."""
+TRIES = 6
+"""... so many times in all."""
 
 
 def min_average_memory(problem: Problem) -> tuple[int, ...]:
@@ -64,14 +65,15 @@ def lowest_peak_plan(plans: Callable[[float], Candidates], found: Candidates, li
             return None
         lowest = found.add(Candidate(network, Solution("feasible", states, network.problem.objective(states), 0.0)))
         pricing = replace(pricing, combined=lowest.network.pricing.combined)
-    lowest = found.lowest_peak()
+    lowest, shares = found.lowest_peak(), list(LOWER)
     for _ in range(TRIES):
         assert lowest is not None
-        lower = plans(max(limit, LOWER * lowest.peak_bytes)).lowest_peak()
-        if lower is None or lower.peak_bytes >= lowest.peak_bytes:
-            break
-        lowest = lower
-        if lowest.peak_bytes <= limit:
+        lower = plans(max(limit, shares[0] * lowest.peak_bytes)).lowest_peak()
+        if lower is not None and lower.peak_bytes < lowest.peak_bytes:
+            lowest = lower
+        else:
+            shares.pop(0)
+        if not shares or lowest.peak_bytes <= limit:
             break
     return lowest
 

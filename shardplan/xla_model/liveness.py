@@ -166,8 +166,7 @@ def live_intervals(
         return any(in_place(at, w) and graph.values[w].bytes == graph.values[v].bytes and read[w] <= places[at] for w in olds)
 
     state, stacked_from = {a for a, _ in graph.same_layout}, _stack_births(graph, order)
-    transposed = {v: at for at in products if graph.ops[at].traits.transpose and (v := graph.ops[at].inputs[0]) is not None}
-    transposed = {v: at for v, at in transposed.items() if graph.values[v].producer[0] == products[at] and not materialised[v]}
+    transposed = _transposed_products(graph, materialised, products)
     out: list[Interval | None] = []
     for v, value in enumerate(graph.values):
         at = value.producer[0]
@@ -191,6 +190,12 @@ def live_intervals(
                 birth = birth if where is None else places[graph.maker(where)]
             out.append((birth, max(birth, death(v))))
     return out
+
+
+def _transposed_products(graph: Graph, materialised: Sequence[bool], products: Mapping[int, int]) -> dict[int, int]:
+    """Result of a product of which its kernel writes the transpose, unless a reshard is between -> the transpose."""
+    found = {v: at for at in products if graph.ops[at].traits.transpose and (v := graph.ops[at].inputs[0]) is not None}
+    return {v: at for v, at in found.items() if graph.values[v].producer[0] == products[at] and not materialised[v]}
 
 
 def _overwritten(graph: Graph, summed: Collection[SummedScatter]) -> dict[int, int | None]:
