@@ -146,7 +146,7 @@ def live_intervals(
     places, runs = order.places, order.read_at
     replaced = {o: graph.ops[a].outputs[0] for a, o in graph.same_layout if a in graph.donated}  # output -> donated state
     held, read = _last_uses(graph, materialised, order, replaced, {*products.values()} if order.scheduled else set())
-    overwritten = _overwritten(graph, summed)
+    overwritten, stacked_from = _overwritten(graph, summed), _stack_births(graph, order)
     buffer, shared = _buffers(graph, materialised, overwritten, runs, read)
 
     def reused(at: int, v: int) -> bool:
@@ -165,8 +165,7 @@ def live_intervals(
         olds = (replaced[c] for c, _ in graph.values[v].consumers if c in replaced)
         return any(in_place(at, w) and graph.values[w].bytes == graph.values[v].bytes and read[w] <= places[at] for w in olds)
 
-    state, stacked_from = {a for a, _ in graph.same_layout}, _stack_births(graph, order)
-    transposed = _transposed_products(graph, materialised, products)
+    state, transposed = {a for a, _ in graph.same_layout}, _transposed_products(graph, materialised, products)
     out: list[Interval | None] = []
     for v, value in enumerate(graph.values):
         at = value.producer[0]
@@ -179,8 +178,7 @@ def live_intervals(
         elif op.traits.step_output or not (materialised[v] or op.traits.alias) or overwrites_state(v, at):
             out.append(None)
         else:
-            first = at if op.inputs and op.inputs[0] in transposed else products.get(at, at)
-            birth = stacked_from[at] if at in stacked_from else places[first]
+            birth = stacked_from.get(at, places[at if op.inputs and op.inputs[0] in transposed else products.get(at, at)])
             if op.traits.loop_next:
                 birth = order.loops[op.loop][1]
             elif op.traits.alias or op.forwards_value:  # other readers of an array in flight make their result when it is there
