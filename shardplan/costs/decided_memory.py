@@ -89,7 +89,7 @@ class DecidedMemory:
     @property
     def place_of_peak(self) -> int:
         """The first place at which it has as many."""
-        return int(self._profile.argmax())
+        return int(self._profile.argmax()) if len(self._profile) else 0
 
     @property
     def op_at_peak(self) -> int:

@@ -175,12 +175,10 @@ def _memory(planned: Planned, options: XlaOptions, kinds: Mapping[int, str]) -> 
         change[kinds[i]][start] += held
         change[kinds[i]][end] -= held
     live = {kind: np.cumsum(x)[:-1] for kind, x in change.items()}
-    profile = np.sum([*live.values()], axis=0)
-    peak = int(profile.argmax())
-    op = graph.ops[memory.order.ops[min(peak, memory.order.end - 1)]]
+    peak, op = memory.place_of_peak, graph.ops[memory.op_at_peak]
     points = np.unique(np.append(np.linspace(0, horizon - 1, PROFILE_POINTS).astype(int), peak))
     return MemoryReport(
-        peak=float(profile[peak]),
+        peak=memory.peak_bytes(),
         limit=None if limit is None else float(limit),
         where=f"{op.source}{f' in {op.source.function}' if op.source.function else ''}",
         at_peak=memory_by_category(kinds, allocations, peak),

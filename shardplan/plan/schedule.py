@@ -235,15 +235,10 @@ class StepSchedule:
             if held
         )
 
-    @cached_property
+    @property
     def peak_at(self) -> int:
         """Place of the peak in the schedule."""
-        horizon = max((x.last for x in self.buffers), default=0)
-        change = np.zeros(horizon + 1)
-        for x in self.buffers:
-            change[x.first] += x.bytes
-            change[x.last] -= x.bytes
-        return int(np.cumsum(change)[:-1].argmax()) if horizon else 0
+        return self.memory.place_of_peak
 
     def at_peak(self) -> list[HeldArray]:
         """Buffers in memory at the peak, the largest first."""

@@ -72,7 +72,7 @@ def lowest_peak_plan(plans: Callable[[float], Candidates], found: Candidates, li
         if lower is not None and lower.peak_bytes < lowest.peak_bytes:
             lowest = lower
         else:
-            shares.pop(0)
+            shares = [share for share in shares[1:] if share * lowest.peak_bytes > limit]  # else the same search once more
         if not shares or lowest.peak_bytes <= limit:
             break
     return lowest
