@@ -12,6 +12,7 @@ from __future__ import annotations
 import pkgutil
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -108,8 +109,8 @@ def _lowest_peak(task: PlanningTask, search: Search, found: Candidates, limit: f
     Raises:
         ShardingError: none was found.
     """
-    deadline = Deadline(None, work=np.inf)
-    lowest = None if limit is None else lowest_peak_plan(lambda memory: search.candidates(memory, deadline), found, limit)
+    plans, settled = (partial(of, deadline=Deadline(None, work=np.inf)) for of in (search.candidates, search.settled))
+    lowest = None if limit is None else lowest_peak_plan(plans, settled, found, limit)
     if limit is None or lowest is None:
         raise ShardingError(pins_contradict())
     if lowest.peak_bytes > limit:
@@ -117,6 +118,6 @@ def _lowest_peak(task: PlanningTask, search: Search, found: Candidates, limit: f
         pinned = [
             ops[i].label or pin_description(ops[i], pins) for i, pins in sorted(pins_by_op(task.space.graph, task.options).items())
         ]
-        raise ShardingError(no_plan_fits(lowest.memory, limit, least_memory(task, lowest, limit), pinned))
+        raise ShardingError(no_plan_fits(lowest.memory, limit, least_memory(found, lowest, limit), pinned))
     lowest = replace(lowest, limit=limit)
     return compiled(task, lowest, thresholds(lowest.xla) if task.options.chooses_xla else ())

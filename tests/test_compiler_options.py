@@ -111,7 +111,7 @@ def test_what_is_scattered_between_layers_is_combined_as_planned():
     """Gradients that a layer scatters wait for no other, and are combined up to 30 MiB of results, with those of other layers."""
     planned = unrolled(compiler_options=None)
     program, report = planned.context.planned.program(DEFAULT), planned.check("h100:8")
-    combined = [[program.tasks.transfers[n].result_bytes for n in some] for some in program.acyclic._joined[1].values()]
+    combined = [[program.tasks.transfers[n].result_bytes for n in some] for some in program.acyclic.joined[1].values()]
     scattered = sorted(8 * sum(some) for some in combined if len(some) > 1)
     assert scattered and scattered == sorted(
         c.bytes for c in report.compiled.collectives if c.kind == "reduce-scatter" and c.bytes > 2**26

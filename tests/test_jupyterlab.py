@@ -129,7 +129,7 @@ class Widget:
             shown = self.one("table.history tr:last-child.own")
             return row in self.driver.execute_script(last, shown) and not self.all(".work")
 
-        until(there, 60, lambda: self.text(".bar"))
+        until(there, 180, lambda: self.text(".bar"))
         return self.figures()
 
     def each(self, css: str, what: str = "x.textContent") -> list:
@@ -188,17 +188,17 @@ def test_a_layout_is_chosen_replanned_undone_and_its_code_gives_that_plan(opened
 
     row = next(id_ for id_, text in widget.each("tr.row", "[x.dataset.id, x.textContent]") if "params/blocks/*/up" in text)
     widget.click(f'tr.row[data-id="{row}"]')
-    until(lambda: len(widget.all(".choices:not(.estimated) tbody tr")) > 2, 60)
+    until(lambda: len(widget.all(".choices:not(.estimated) tbody tr")) > 2, 180)
     choice = widget.all(".layouts tbody tr")[2]
     said = choice.text
     assert re.search(r"[+−][\d.]+ [µm]s|same", said), said  # the price, before anything is chosen
     driver.execute_script("arguments[0].click()", choice.find_element(By.CSS_SELECTOR, "input"))
     until(lambda: widget.one("button.take").is_enabled(), 5)
     widget.click("button.take")
-    until(lambda: widget.one("table.history tr.own button").text == "1", 60, lambda: widget.text(".bar"))
+    until(lambda: widget.one("table.history tr.own button").text == "1", 180, lambda: widget.text(".bar"))
     now = widget.one("table.history tr.own td:nth-child(3)").text
     until(lambda: widget.text(".tile .value").startswith(now) and not widget.all(".work"), 10)
-    until(lambda: len(widget.all(".choices:not(.estimated) tbody tr")) > 2, 60)
+    until(lambda: len(widget.all(".choices:not(.estimated) tbody tr")) > 2, 180)
     driver.execute_script("arguments[0].scrollIntoView()", widget.host)
     assert_looks_as_stored(driver, "lab_1280_light")
 
@@ -216,7 +216,7 @@ def test_a_layout_is_chosen_replanned_undone_and_its_code_gives_that_plan(opened
     move = "arguments[0].value = 0.05; for (const name of ['input', 'change']) arguments[0].dispatchEvent(new Event(name))"
     driver.execute_script(move, widget.one("input.memory"))
     refused = lambda: "no plan fits" in widget.text("p.error")  # noqa: E731
-    until(lambda: widget.all("p.error") and refused(), 60, lambda: widget.text(".bar"))
+    until(lambda: widget.all("p.error") and refused(), 240, lambda: widget.text(".bar"))
     driver.execute_script("arguments[0].scrollIntoView()", widget.host)
     choose_theme(driver, "Dark")
     assert_looks_as_stored(driver, "lab_1280_dark")
@@ -288,9 +288,9 @@ def test_seconds_against_memory_are_found_and_cancelled_and_the_slider_plans_for
     first = until(lambda: "data=2, model=4" in small.text("h1") and small.figures(), 20)
     small.click("button.curve")
     until(lambda: re.search(r"\d s, (no|\d+) answer", small.text(".work")), 30)
-    until(lambda: len(small.all(".pareto circle:not(.current)")) >= 2, 60, lambda: small.text(".bar"))
+    until(lambda: len(small.all(".pareto circle:not(.current)")) >= 2, 180, lambda: small.text(".bar"))
     small.click("button.cancel")
-    until(lambda: not small.all(".work") and small.text("p.error") == "cancelled", 60, lambda: small.text(".bar"))
+    until(lambda: not small.all(".work") and small.text("p.error") == "cancelled", 180, lambda: small.text(".bar"))
     assert small.figures() == first and small.one("button.curve").text == "Find more points"
     small.one("input.memory").send_keys(*[Keys.PAGE_DOWN] * 3)  # by keyboard: of several presses the last is planned for
     limit = small.text(".slide output")

@@ -570,7 +570,7 @@ def test_all_reduces_are_combined_across_reduce_scatters_which_then_stay_apart()
 def collectives_of(plan):
     """How many collectives of each kind are planned, and emitted."""
     program = plan.context.planned.program(plan.context.planned.xla)
-    planned = Counter(program.tasks.kind(n) for n in program.acyclic._joined[1])
+    planned = Counter(program.tasks.kind(n) for n in program.acyclic.joined[1])
     step, arguments = plan.context.program(plan)
     done = compile(lower_for("h100:8", step, *arguments), target="h100:8")
     return planned, Counter(c.kind for c in done.collectives)

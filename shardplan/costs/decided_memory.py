@@ -109,7 +109,7 @@ class DecidedMemory:
             while (before := tasks.step_before(n)) is not None:
                 n = before
             ends = turns.starts if tasks.transfers[n].step.kind == "all-reduce" else turns.ends
-            v, turn = graph.ops[j].inputs[k], ends.get(self.program._joined[0][n])
+            v, turn = graph.ops[j].inputs[k], ends.get(self.program.joined[0][n])
             if v is not None and turn is not None and not self._holds(read_array(graph, rules, v)) and not self._holds(v):
                 until[v] = max(until.get(v, 0), self._place(turn))
         for v, hi in until.items():
@@ -129,7 +129,7 @@ class DecidedMemory:
 
     def _carried(self) -> Iterator[Allocation]:
         """Of pipelined loops: gathered rows of one more round, and sums of gradients that are not reduced yet, during the loop."""
-        program, (_, combined) = self.program, self.program._joined
+        program, (_, combined) = self.program, self.program.joined
         for home, (ahead, _, _, later, _) in program.pipelined.items():
             (lo, hi), seen = self.order.loops[home], set()
             for n in itertools.chain.from_iterable(combined[first] for first in (*ahead, *later)):
@@ -141,8 +141,8 @@ class DecidedMemory:
     def _filled_and_emptied(self) -> Iterator[Allocation]:
         """Buffers of combined all-reduces, while kernels copy arrays in and out; in between they stand for the arrays."""
         program, turns = self.program, self._turns
-        for first, some in program._joined[1].items():
-            if len(some) > 1 and first in turns.starts and program._task_seconds.staging_s(first):
+        for first, some in program.joined[1].items():
+            if len(some) > 1 and first in turns.starts and program.task_seconds.staging_s(first):
                 transfers = [program.tasks.transfers[n] for n in some]
                 j, size = self.graph.values[transfers[0].value].producer[0], sum(transfer.step.bytes for transfer in transfers)
                 for at in (turns.starts[first], turns.ends[first]):
@@ -153,7 +153,7 @@ class DecidedMemory:
         program, turns = self.program, self._turns
         for edge, _ in program.network.edge_kernels(program.states):
             j, leaves = edge.consumer, self.graph.ops[edge.consumer].traits.step_output
-            n = program._joined[0][n] if (n := program.tasks.arrived.get((j, edge.operand), -1)) >= 0 else n
+            n = program.standing_for(program.tasks.arrived.get((j, edge.operand), -1))
             if (leaves or edge.template.loop_bytes) and n in turns.ends:
                 begin = turns.starts[n] if leaves and not self._holds(edge.value) else turns.ends[n]
                 yield j, self._place(begin), self._place(turns.ends[n]) + 1, self._bytes(edge.value, j, edge.operand)
@@ -200,8 +200,8 @@ class _Turns:
 
     def of_ops(self) -> list[int]:
         """Per op, its turn; none stands before what it reads, nor outside of its loop."""
-        graph, tasks, one = self.graph, self.program.tasks, self.program._joined[0]
-        around, first, second = self._loops_around(), conditionals(graph), self.program._task_seconds.in_second_kernels
+        graph, tasks, one = self.graph, self.program.tasks, self.program.joined[0]
+        around, first, second = self._loops_around(), conditionals(graph), self.program.task_seconds.in_second_kernels
         blocks = {at for j, at in enumerate(first) if at != j}
         last: dict[int, int] = {}  # by the first op of a conditional, its turn
         out: list[int] = []
@@ -224,14 +224,14 @@ class _Turns:
 
     def read_at(self, j: int, turn: int) -> int:
         """When op j reads, of which the result is there at a turn."""
-        n = self.program._joined[0][n] if (n := self.program.tasks.computed.get(j, -1)) >= 0 else n
+        n = self.program.standing_for(self.program.tasks.computed.get(j, -1))
         return min(turn, self.begins[n]) if n in self.begins and self.ends[n] == turn else turn
 
     def starts_of_copies(self) -> Iterator[tuple[int, int]]:
         """(copy, turn at which the collective starts that brings it its array)."""
         for j, op in enumerate(self.graph.ops):
-            n = self.program.tasks.arrived.get((j, 0), -1) if op.traits.copy else -1
-            if n >= 0 and (turn := self.starts.get(self.program._joined[0][n])) is not None:
+            n = self.program.standing_for(self.program.tasks.arrived.get((j, 0), -1)) if op.traits.copy else -1
+            if (turn := self.starts.get(n)) is not None:
                 yield j, turn
 
     def _loops_around(self) -> list[list[int]]:

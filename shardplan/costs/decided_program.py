@@ -40,7 +40,7 @@ LOOP_S = 1e-8
 JOINED_LAST = (*reversed(COMBINABLE), None)
 """Kinds of collectives, those first that XLA combines last; None: all, and products, which it merges before."""
 
-SHARED_ACROSS_OPTIONS = "_merged", "_joined", "_task_seconds", "_members", "_orders", "_pipelining", "_inner_loops", "_timelines"
+SHARED_ACROSS_OPTIONS = "_merged", "joined", "task_seconds", "_members", "_orders", "_pipelining", "_inner_loops", "_timelines"
 """Cached properties that two programs share if their options have the same combine thresholds, and both a profile or none."""
 
 
@@ -131,7 +131,7 @@ class DecidedProgram:
     # ---- what XLA joins
 
     @cached_property
-    def _joined(self) -> tuple[list[int], dict[int, list[int]]]:
+    def joined(self) -> tuple[list[int], dict[int, list[int]]]:
         """Per task, the task that it is one with; and by the first of them, combined transfers in their order."""
         one = list(range(len(self.tasks.home)))
         combined: dict[int, list[int]] = {}
@@ -141,6 +141,10 @@ class DecidedProgram:
             for n in some if some[0] not in self.apart else ():
                 one[n] = some[0]
         return one, combined
+
+    def standing_for(self, n: int) -> int:
+        """The task that task n is one with; -1, which stands for none, as it is."""
+        return self.joined[0][n] if n >= 0 else n
 
     def _combined(self) -> Iterator[list[int]]:
         """Transfers that one collective makes: of one group, kind, operator, axes, loop, none of which waits for another (rule 2)."""
@@ -188,9 +192,9 @@ class DecidedProgram:
                     yield together
 
     @cached_property
-    def _task_seconds(self) -> TaskSeconds:
+    def task_seconds(self) -> TaskSeconds:
         """What each kernel and each collective takes."""
-        return TaskSeconds(self.network, self.states, self.tasks, self._joined, self.options.profiled)
+        return TaskSeconds(self.network, self.states, self.tasks, self.joined, self.options.profiled)
 
     # ---- computations
 
@@ -200,7 +204,7 @@ class DecidedProgram:
 
         The operands of a combined collective stand in the order in which XLA came upon their collectives.
         """
-        one, combined = self._joined
+        one, combined = self.joined
         out = self._waits(one)
         for first, some in combined.items():
             if len(some) > 1:
@@ -229,7 +233,7 @@ class DecidedProgram:
         """What stands for task n in a computation that holds it: the task that it is one with, or a loop."""
         holders = self.graph.loop_holders[self.tasks.home[n]]
         inside = holders.index(home)
-        return ("loop", holders[inside - 1]) if inside else ("task", (self._joined[0] if one is None else one)[n])
+        return ("loop", holders[inside - 1]) if inside else ("task", (self.joined[0] if one is None else one)[n])
 
     @cached_property
     def _orders(self) -> dict[int, list[Member]]:
@@ -238,11 +242,11 @@ class DecidedProgram:
         Raises:
             _CycleError: tasks wait for each other.
         """
-        hlo = {home: self._order(home, waits, self._joined[0]) for home, waits in self._members.items()}
+        hlo = {home: self._order(home, waits, self.joined[0]) for home, waits in self._members.items()}
         waits = {home: {name: [*self._members[home][name]] for name in order} for home, order in hlo.items()}
-        roots = {home: self._roots(home, self._joined[0]) for home in hlo}
-        parts, collectives = self._task_seconds.parts_bytes, {n: self.tasks.transfers[n].step.kind for n in self._joined[1]}
-        found = computations(self.graph, self._buffers, self._joined[0], self.tasks.home, waits, roots, parts, collectives)
+        roots = {home: self._roots(home, self.joined[0]) for home in hlo}
+        parts, collectives = self.task_seconds.parts_bytes, {n: self.tasks.transfers[n].step.kind for n in self.joined[1]}
+        found = computations(self.graph, self._buffers, self.joined[0], self.tasks.home, waits, roots, parts, collectives)
         orders = memory_orders({home: of for home, (of, _) in found.items()}, OUTSIDE)
         return {home: [name for n in order if (name := found[home][1][n]) is not None] for home, order in orders.items()}
 
@@ -264,7 +268,7 @@ class DecidedProgram:
 
     @cached_property
     def _pipelining(self) -> Pipelining:
-        return Pipelining(self.graph, self.tasks, self._joined[1], self._members, self._orders, self.member)
+        return Pipelining(self.graph, self.tasks, self.joined[1], self._members, self._orders, self.member)
 
     @cached_property
     def pipelined(self) -> dict[int, Pipelined]:
@@ -317,7 +321,7 @@ class DecidedProgram:
             waits = tuple(sorted({numbers[m] for m in before[name] if m in numbers}))
             if name in free:
                 if pipelined and (name[1] in later or not before[name]):
-                    listing.collective(name[1], self._task_seconds.collective(name[1], ()))
+                    listing.collective(name[1], self.task_seconds.collective(name[1], ()))
                 carried.update(waits if name not in gathered else ())
             elif pipelined or name in twice or name not in needed:
                 self._list(name, waits, listing)
@@ -325,7 +329,7 @@ class DecidedProgram:
         if pipelined:
             self._list_ahead(home, twice, numbers, (), listing)
         copied_s = 2 * sum(self._carried_bytes(home)) / self.network.space.cluster.device.memory_rate
-        around_s = sum(self._task_seconds.staging_s(n) for n in (*ahead, *later)) + copied_s
+        around_s = sum(self.task_seconds.staging_s(n) for n in (*ahead, *later)) + copied_s
         if free and pipelined and around_s:
             listing.members.pop(len(listing.tasks), None)
             carried.update(n for n, name in listing.members.items() if name in gathered)
@@ -351,7 +355,7 @@ class DecidedProgram:
         for n in ahead:
             if reads := before["task", n]:
                 at = tuple(sorted({numbers[m] for m in reads if m in numbers})) or waits
-                listing.collective(n, self._task_seconds.collective(n, at))
+                listing.collective(n, self.task_seconds.collective(n, at))
 
     def _list(self, name: Member, waits: tuple[int, ...], listing: Listing, some: frozenset[Member] | None = None) -> None:
         """Adds a member of a computation, of a loop `some` of its members."""
@@ -372,35 +376,35 @@ class DecidedProgram:
         first = len(tasks)
         for m in ahead:
             if not self._members[n]["task", m]:
-                listing.collective(m, self._task_seconds.collective(m, waits))
+                listing.collective(m, self.task_seconds.collective(m, waits))
         self._list_ahead(n, needed, {}, waits, listing)
         waits = tuple(range(first, len(tasks))) or waits
         line = (trips - 1) * line + self._computation(n, pipelined=False)[0]
         listing.loop(n, line, 1.0, Task(line.total_s, False, waits, True, LOOP_S, True))
         at = len(tasks) - 1
         for m in later:
-            listing.collective(m, self._task_seconds.collective(m, (at,)))
+            listing.collective(m, self.task_seconds.collective(m, (at,)))
         listing.members.pop(len(tasks), None)
         if later:
             tasks.append(Task(0.0, False, tuple(range(len(tasks) - len(later), len(tasks)))))
 
     def _carried_bytes(self, home: int) -> Iterator[float]:
         """Bytes of the arrays that a pipelined loop copies from round to round: sums that are not reduced yet."""
-        tasks, (_, combined) = self.tasks, self._joined
+        tasks, (_, combined) = self.tasks, self.joined
         ahead, _, _, later, _ = self.pipelined.get(home, NOTHING)
         for first in (*later, *(() if self.options.double_buffering else (*ahead, *later))):
             yield from (tasks.transfers[n].step.bytes for n in combined[first])
 
     def _task(self, n: int, waits: tuple[int, ...], number: int) -> list[Task]:
         """A kernel with all that is merged into it, or a combined collective behind the kernels that fill its buffer."""
-        if n not in self._joined[1]:
-            kernel, last = self._task_seconds.kernel(n, waits), self._task_seconds.summing(n)
+        if n not in self.joined[1]:
+            kernel, last = self.task_seconds.kernel(n, waits), self.task_seconds.summing(n)
             if last is None:
                 return [kernel]
             seconds = kernel.seconds - last.seconds
             estimate_s = seconds if self.options.profiled else kernel.estimate_s
             return [kernel._replace(seconds=seconds, estimate_s=estimate_s, viewed=False), last._replace(before=(number,))]
-        staging_s = self._task_seconds.staging_s(n)
+        staging_s = self.task_seconds.staging_s(n)
         if staging_s:
-            return [Task(staging_s, False, waits), self._task_seconds.collective(n, (number,))]
-        return [self._task_seconds.collective(n, waits)]
+            return [Task(staging_s, False, waits), self.task_seconds.collective(n, (number,))]
+        return [self.task_seconds.collective(n, waits)]

@@ -8,6 +8,7 @@ from shardplan.costs.decided_memory import DecidedMemory
 from shardplan.costs.memory_categories import categories, memory_by_category
 from shardplan.ir.graph import Graph
 from shardplan.mesh.layout import MeshShape, splits_unevenly
+from shardplan.search.min_memory import ENOUGH
 from shardplan.units import format_memory, listed
 
 RECOMPUTED = 0.1
@@ -43,7 +44,7 @@ def no_plan_fits(lowest: DecidedMemory, limit: float, least_bytes: float, pinned
     return (
         f"{what} {format_memory(limit)} per device on mesh {mesh}.\n"
         f"  lowest peak found: {format_memory(peak)}, at {op.source} in {op.source.function or op.primitive}   [{parts}]{bound}\n"
-        f"  ways out: {', '.join(ways)}, or memory={peak * 1.001:.4g}"
+        f"  ways out: {', '.join(ways)}, or memory={ENOUGH * peak:.4g}"
     )
 
 

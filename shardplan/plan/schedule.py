@@ -145,7 +145,7 @@ class StepSchedule:
         graph, transfers, mesh = self.planned.graph, self.program.tasks.transfers, self.planned.space.mesh
         if first not in transfers:
             return Span("network", start_s, seconds, "collective", "", -1)
-        numbers = tuple(self.program._joined[1].get(first, [first]))
+        numbers = tuple(self.program.joined[1].get(first, [first]))
         some = [transfers[n] for n in numbers]
         step = some[0].step
         sent = sum(wire_bytes(x.step.kind, x.step.bytes, mesh.size(*x.step.axes)) for x in some)
@@ -171,7 +171,7 @@ class StepSchedule:
     def _ops(self) -> dict[int, list[int]]:
         """Task -> ops that take its time, the most expensive first."""
         kernel_ps, out = self.program.network.kernel_ps(self.planned.solution.states), {}
-        one = self.program._joined[0]
+        one = self.program.joined[0]
         for op, task in self._kernels.items():
             if task >= 0 and kernel_ps[op]:
                 out.setdefault(one[task], []).append(op)
@@ -212,7 +212,7 @@ class StepSchedule:
     @cached_property
     def times(self) -> np.ndarray:
         """When ops run, by their places, in seconds [place + 1]: never decreasing, else nearest to the ends of the kernels."""
-        one, kernels = self.program._joined[0], self._kernels
+        one, kernels = self.program.joined[0], self._kernels
         ends: dict[int, float] = {}
         for x in self.spans:
             if x.lane == "compute" and x.op >= 0:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from math import inf
 
 import numpy as np
 
 from shardplan.costs.build import build_network
 from shardplan.costs.pricing import Pricing
-from shardplan.costs.task import Candidate, PlanningTask
+from shardplan.costs.task import Candidate
 from shardplan.ilp.solver.min_peak import minimize_peak
 from shardplan.ilp.solver.problem import Problem, Solution, indicator_costs
 from shardplan.ilp.solver.solve import solve
@@ -17,12 +18,20 @@ from shardplan.search.objective import Candidates, Judged
 from shardplan.xla_model.live_in_any_order import chain_through, live_in_any_order
 from shardplan.xla_model.overlap_windows import OverlapWindows
 
-LOWER = 0.97, 0.998
-"""The search is repeated with this fraction of the lowest peak found as the limit: the first while that finds a lower one, then the
-second ..."""
+ROUNDS = 4
+"""Plans of least memory at the prices and in the order of the one before."""
 
-TRIES = 6
-"""... so many times in all."""
+LOWER = 0.97
+"""The pricing loop is run again with this fraction of the lowest peak found as the limit ..."""
+
+ENOUGH = 1.001
+"""... then the whole search with this one, which is what the error advises and where plans may be found that take less still ..."""
+
+SAME = 0.002
+"""... each as long as the peak falls by more than this fraction."""
+
+LEANEST = 3
+"""Plans whose peaks are looked at for the lower bound of all."""
 
 
 def min_average_memory(problem: Problem) -> tuple[int, ...]:
@@ -40,41 +49,48 @@ def min_peak_memory(problem: Problem) -> tuple[int, ...]:
     return min((states for states in found if states), key=problem.peak, default=())
 
 
-def least_memory(task: PlanningTask, lowest: Judged, limit: float) -> float:
+def least_memory(found: Candidates, lowest: Judged, limit: float) -> float:
     """A lower bound of the peak of every plan, whatever the order of its ops, bytes per device; inf if the pins contradict each other.
 
-    It counts what is in memory while ops run that each wait for the one before, one of them at the peak of the plan `lowest`.
+    It counts what is in memory while ops run that each wait for the one before, one of them at the peak of the plan `lowest` or of one
+    of the `LEANEST` that were found.
     """
+    task = found.task
     network, graph = build_network(task.space, task.resharder, limit, task.allowed, windows=OverlapWindows()), task.space.graph
-    live = live_in_any_order(graph, task.space.materialised, network.prices.live, chain_through(graph, lowest.memory.op_at_peak))
-    problem = network.in_any_order(live).problem
-    return minimize_peak(replace(problem, limit=None, ties=())).bound_bytes
+
+    def least(op: int) -> float:
+        live = live_in_any_order(graph, task.space.materialised, network.prices.live, chain_through(graph, op))
+        return minimize_peak(replace(network.in_any_order(live).problem, limit=None, ties=())).bound_bytes
+
+    leanest = sorted(found.judged.values(), key=lambda x: x.peak_bytes)[:LEANEST]
+    return max(least(op) for op in {plan.memory.op_at_peak for plan in (lowest, *leanest)})
 
 
-def lowest_peak_plan(plans: Callable[[float], Candidates], found: Candidates, limit: float) -> Judged | None:
+def lowest_peak_plan(
+    plans: Callable[[float], Candidates], settled: Callable[[float], Candidates], found: Candidates, limit: float
+) -> Judged | None:
     """The plan of the lowest peak that any search finds, when none was found within `limit`; it may fit. None: the pins contradict.
 
     Args:
         plans: all plans found within a number of bytes.
+        settled: those of the pricing loop alone, which takes a tenth of the time.
         found: those found within `limit`.
     """
     pricing = Pricing()
-    for _ in range(2):  # other prices make arrays wait for other collectives
+    for _ in range(ROUNDS):  # other prices make arrays wait for other collectives, and another order makes others live together
         network = found.task.network(pricing, limit)
         if not (states := min_peak_memory(network.problem)):
             return None
-        lowest = found.add(Candidate(network, Solution("feasible", states, network.problem.objective(states), 0.0)))
-        pricing = replace(pricing, combined=lowest.network.pricing.combined)
-    lowest, shares = found.lowest_peak(), list(LOWER)
-    for _ in range(TRIES):
-        assert lowest is not None
-        lower = plans(max(limit, shares[0] * lowest.peak_bytes)).lowest_peak()
-        if lower is not None and lower.peak_bytes < lowest.peak_bytes:
-            lowest = lower
-        else:
-            shares = [share for share in shares[1:] if share * lowest.peak_bytes > limit]  # else the same search once more
-        if not shares or lowest.peak_bytes <= limit:
-            break
+        judged = found.add(Candidate(network, Solution("feasible", states, network.problem.objective(states), 0.0)))
+        pricing = replace(pricing, combined=judged.network.pricing.combined, order=judged.memory.order)
+    lowest = found.lowest_peak()
+    assert lowest is not None
+    for search, share in ((settled, LOWER), (plans, ENOUGH)):
+        gain = inf
+        while gain > SAME and lowest.peak_bytes > limit:
+            before = lowest.peak_bytes
+            lowest = min(lowest, search(max(limit, share * before)).lowest_peak() or lowest, key=lambda x: x.peak_bytes)
+            gain = 1 - lowest.peak_bytes / before
     return lowest
 
 

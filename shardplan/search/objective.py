@@ -62,6 +62,7 @@ class Judged:
         xla: the compiler options that it is compiled with.
         tasks: of its program, where they are known.
         timelines: by compiler options, those found so far.
+        known_peak: its peak in bytes per device, where it was taken while the program was at hand.
     """
 
     network: CostNetwork
@@ -71,6 +72,7 @@ class Judged:
     xla: XlaOptions = DEFAULT
     tasks: Tasks | None = None
     timelines: dict[XlaOptions, Timeline] = field(default_factory=dict)
+    known_peak: float | None = None
 
     @property
     def program(self) -> DecidedProgram:
@@ -80,7 +82,7 @@ class Judged:
     @cached_property
     def peak_bytes(self) -> float:
         """The most memory of a device."""
-        return self.memory.peak_bytes()
+        return self.memory.peak_bytes() if self.known_peak is None else self.known_peak
 
     @cached_property
     def memory(self) -> DecidedMemory:
@@ -155,9 +157,8 @@ def compiled(task: PlanningTask, judged: Judged, options: Iterable[XlaOptions]) 
         if (line := judged.timelines.get(some)) is None:
             line = judged.timelines[some] = program.step_timeline(task.interference)
         answer = replace(judged.solution, objective=float(np.rint(line.total_s * PS)), bound=0.0)
-        found = replace(judged, solution=answer, timeline=line, xla=some, tasks=program.tasks)
-        if found.limit is not None:
-            vars(found)["peak_bytes"] = DecidedMemory(program).peak_bytes()  # while its program is at hand
+        peak = None if judged.limit is None else DecidedMemory(program).peak_bytes()
+        found = replace(judged, solution=answer, timeline=line, xla=some, tasks=program.tasks, known_peak=peak)
         if best.timeline.total_s == inf or (found.excess_bytes, line.total_s) < (best.excess_bytes, (1 - GAIN) * best.timeline.total_s):
             best = found
     return best
@@ -216,7 +217,7 @@ class Candidates:
                 states = network.strategies(solution.states), network.retained(solution.states)
                 network = self.task.network(network.pricing, self.limit)
                 solution = replace(solution, states=network.states_of(*states))
-            own = replace(plan, network=network, solution=solution, limit=self.limit, tasks=None)
+            own = replace(plan, network=network, solution=solution, limit=self.limit, tasks=None, known_peak=None)
             self.add(Candidate(network, solution), own)
 
     def add_if_it_computes_less(self, found: Candidate) -> None:

@@ -64,6 +64,12 @@ class Search(ABC):
         slope_scaling(found, self.search, self.untied, deadline)
         return found
 
+    def settled(self, limit: float | None, deadline: Deadline) -> Candidates:
+        """Those of its first step: the plans on the way to one that costs what it was found at."""
+        found = Candidates.none(self.task, limit)
+        slope_scaling(found, self.search, None, deadline, complete=False)
+        return found
+
 
 def time_left(deadline: Deadline) -> float | None:
     """Seconds, for `solve(time_limit=...)`; None without a limit."""
