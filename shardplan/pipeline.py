@@ -109,8 +109,8 @@ def _lowest_peak(task: PlanningTask, search: Search, found: Candidates, limit: f
     Raises:
         ShardingError: none was found.
     """
-    plans, settled = (partial(of, deadline=Deadline(None, work=np.inf)) for of in (search.candidates, search.settled))
-    lowest = None if limit is None else lowest_peak_plan(plans, settled, found, limit)
+    plans, converged = (partial(of, deadline=Deadline(None, work=np.inf)) for of in (search.candidates, search.converged))
+    lowest = None if limit is None else lowest_peak_plan(plans, converged, found, limit)
     if limit is None or lowest is None:
         raise ShardingError(pins_contradict())
     if lowest.peak_bytes > limit:

@@ -172,7 +172,7 @@ class IntegerProgram(Search):
         best = found.best
         assert best is not None
         if len(self.task.space.graph.ops) <= LESS_MEMORY_OPS and not self.task.merged:
-            found.adopt(self.settled(LESS_MEMORY * (found.limit or best.peak_bytes), deadline).judged.values())
+            found.adopt(self.converged(LESS_MEMORY * (found.limit or best.peak_bytes), deadline).judged.values())
         self.task.stopwatch.lap("other searches")
 
     def _once_more(self, found: Candidates, deadline: Deadline, first: Judged | None) -> None:

@@ -67,13 +67,13 @@ def least_memory(found: Candidates, lowest: Judged, limit: float) -> float:
 
 
 def lowest_peak_plan(
-    plans: Callable[[float], Candidates], settled: Callable[[float], Candidates], found: Candidates, limit: float
+    plans: Callable[[float], Candidates], converged: Callable[[float], Candidates], found: Candidates, limit: float
 ) -> Judged | None:
     """The plan of the lowest peak that any search finds, when none was found within `limit`; it may fit. None: the pins contradict.
 
     Args:
         plans: all plans found within a number of bytes.
-        settled: those of the pricing loop alone, which takes a tenth of the time.
+        converged: those of the pricing loop alone, which takes a tenth of the time.
         found: those found within `limit`.
     """
     pricing = Pricing()
@@ -85,7 +85,7 @@ def lowest_peak_plan(
         pricing = replace(pricing, combined=judged.network.pricing.combined, order=judged.memory.order)
     lowest = found.lowest_peak()
     assert lowest is not None
-    for search, share in ((settled, LOWER), (plans, ENOUGH)):
+    for search, share in ((converged, LOWER), (plans, ENOUGH)):
         gain = inf
         while gain > SAME and lowest.peak_bytes > limit:
             before = lowest.peak_bytes

@@ -64,7 +64,7 @@ class Search(ABC):
         slope_scaling(found, self.search, self.untied, deadline)
         return found
 
-    def settled(self, limit: float | None, deadline: Deadline) -> Candidates:
+    def converged(self, limit: float | None, deadline: Deadline) -> Candidates:
         """Those of its first step: the plans on the way to one that costs what it was found at."""
         found = Candidates.none(self.task, limit)
         slope_scaling(found, self.search, None, deadline, complete=False)
