@@ -104,7 +104,7 @@ def test_the_forward_pass_that_runs_a_round_ahead_does_not_stack_what_only_the_b
     ahead = some._pipelining.run_ahead(home, loop, some.pipelined[home])
     stacks = [j for j, op in enumerate(some.graph.ops) if op.held_during == loop and op.traits.loop_stack]
     assert not {some.member(some.tasks.made[j], loop) for j in stacks} <= ahead < set(some._members[loop])
-    assert some._computation(loop, some=ahead)[0].compute_s < 0.95 * some._computation(loop)[0].compute_s
+    assert some.timed(loop, some=ahead).line.compute_s < 0.95 * some.timed(loop).line.compute_s
 
 
 def test_what_only_the_gather_needs_runs_a_round_ahead_but_once():
@@ -128,7 +128,7 @@ def test_what_a_pipelined_gather_made_is_copied_for_the_next_round_before_the_ga
     """So the sums of gradients end last in a round, and the gather hides behind what is computed before them."""
     some = program(GATHERS, step=fetched)
     backward = max(some.pipelined)  # the loop that begins last
-    (tasks, nested, members), _ = some.listed(backward)
+    (tasks, nested, members, _), _ = some.listed(backward)
     starts = [start for start, _ in spans(tasks, nested)]
     at = {some.tasks.kind(n): starts[m] for m, (_, n) in members.items() if tasks[m].collective}
     assert at["all-gather"] < at["reduce-scatter"]

@@ -27,7 +27,6 @@ from shardplan.ilp.solver.problem import sum_over_intervals
 from shardplan.ir.graph import Graph
 from shardplan.xla_model.fusible import read_array
 from shardplan.xla_model.liveness import RunOrder, conditionals
-from shardplan.xla_model.timeline import scheduled
 
 Allocation = tuple[int, int, int, float]
 """Op that makes an array, the places at which it is in memory (lo <= t < hi), its bytes per device."""
@@ -186,9 +185,9 @@ class _Turns:
         self._run(OUTSIDE)
 
     def _run(self, home: int) -> None:
-        tasks, _, members = self.program.listed(home)[0]
-        for n, starts in scheduled(tasks, self.program.hides):
-            kind, number = members.get(n, ("task", -1))
+        timed = self.program.timed(home)
+        for n, starts in timed.order:
+            kind, number = timed.members.get(n, ("task", -1))
             if kind == "loop" and not starts:
                 first, self.count = self.count, self.count + 1
                 self._run(number)
@@ -220,7 +219,11 @@ class _Turns:
             out.append(max(turn, self.count) if op.traits.step_output else turn)
         for j in self.program.network.retained(self.program.states):  # until here it is counted as the array of the earlier phase
             out[j] = max(out[j], min((out[i] for i in graph.readers(graph.ops[j].outputs[0])), default=out[j]))
-        return [last.get(first[j], turn) for j, turn in enumerate(out)]
+        out = [last.get(first[j], turn) for j, turn in enumerate(out)]
+        for j, op in enumerate(graph.ops):
+            if op.traits.copy and (v := op.inputs[0]) is not None:  # which is in no conditional
+                out[j] = max(out[j], out[graph.values[v].producer[0]])
+        return out
 
     def read_at(self, j: int, turn: int) -> int:
         """When op j reads, of which the result is there at a turn."""

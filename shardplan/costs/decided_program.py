@@ -32,7 +32,7 @@ from shardplan.xla_model.combining import COMBINABLE, SUMS
 from shardplan.xla_model.compiler_options import DEFAULT, XlaOptions
 from shardplan.xla_model.memory_order import memory_orders
 from shardplan.xla_model.merged_products import MERGED_PRODUCT_BYTES
-from shardplan.xla_model.timeline import Task, Timeline, schedule
+from shardplan.xla_model.timeline import Order, Task, Timeline, scheduled, timeline_of
 
 LOOP_S = 1e-8
 """Seconds that XLA's scheduler takes a loop for."""
@@ -40,7 +40,10 @@ LOOP_S = 1e-8
 JOINED_LAST = (*reversed(COMBINABLE), None)
 """Kinds of collectives, those first that XLA combines last; None: all, and products, which it merges before."""
 
-SHARED_ACROSS_OPTIONS = "_merged", "joined", "task_seconds", "_members", "_orders", "_pipelining", "_inner_loops", "_timelines"
+WHATEVER_THE_OPTIONS = "_merged", "_places", "_buffers", "_inner_loops"
+"""Cached properties that no option changes."""
+
+OF_EQUAL_THRESHOLDS = "joined", "task_seconds", "_members", "_orders", "_pipelining", "_timed"
 """Cached properties that two programs share if their options have the same combine thresholds, and both a profile or none."""
 
 
@@ -52,11 +55,12 @@ def decided_program(
 
 
 class Listing(NamedTuple):
-    """The tasks of a computation, those of them that are loops, and which member each is of."""
+    """The tasks of a computation, those of them that are loops, which member each is of, and what runs for another round."""
 
     tasks: list[Task]
     nested: dict[int, tuple[Timeline, float]]  # one run, number of runs
     members: dict[int, Member]
+    of_another_round: set[int]
 
     def collective(self, first: int, task: Task) -> None:
         """Adds a combined collective."""
@@ -67,6 +71,22 @@ class Listing(NamedTuple):
         """Adds a loop, of which `line` is one run."""
         self.nested[len(self.tasks)], self.members[len(self.tasks)] = (line, runs), ("loop", n)
         self.tasks.append(task)
+
+
+class Timed(NamedTuple):
+    """A computation in the order in which it runs.
+
+    Attributes:
+        line: of one run.
+        has_collectives: in itself or in a loop in it.
+        order: (task, whether it is the start of a collective).
+        members: by task, of what it is a part; what runs for another round is left out.
+    """
+
+    line: Timeline
+    has_collectives: bool
+    order: Order
+    members: dict[int, Member]
 
 
 class _CycleError(Exception):
@@ -98,7 +118,7 @@ class DecidedProgram:
 
     def step_timeline(self, interference: float | None = None) -> Timeline:
         """Seconds of one step. `interference` is by default the cluster's; by 1 nothing overlaps."""
-        line = self.acyclic._computation(OUTSIDE)[0]
+        line = self.acyclic.timed(OUTSIDE).line
         lost = self.network.space.cluster.interference if interference is None else interference
         if lost == 1:
             return Timeline(line.compute_s + line.collective_s, line.compute_s, line.collective_s, line.collective_s)
@@ -106,9 +126,11 @@ class DecidedProgram:
 
     def with_options(self, options: XlaOptions) -> DecidedProgram:
         """The same program, compiled with other options; what they do not change is not found again."""
-        other = replace(self, options=options)
-        if (options.thresholds, options.profiled) == (self.options.thresholds, self.options.profiled):
-            vars(other).update((name, found) for name, found in vars(self).items() if name in SHARED_ACROSS_OPTIONS)
+        same = (options.thresholds, options.profiled) == (self.options.thresholds, self.options.profiled)
+        return self._sharing(replace(self, options=options), (*WHATEVER_THE_OPTIONS, *(OF_EQUAL_THRESHOLDS if same else ())))
+
+    def _sharing(self, other: DecidedProgram, names: Collection[str]) -> DecidedProgram:
+        vars(other).update((name, found) for name, found in vars(self).items() if name in names)
         return other
 
     @cached_property
@@ -125,7 +147,10 @@ class DecidedProgram:
                 _ = found._orders
             except _CycleError:
                 cyclic = (n for waits in found._members.values() for of, n in waiting_for_each_other(waits) if of == "task")
-                found = replace(found, apart=found.apart.union(n for n in cyclic if kind in (None, self.tasks.kind(n))))
+                apart = found.apart.union(n for n in cyclic if kind in (None, self.tasks.kind(n)))
+                found = found._sharing(replace(found, apart=apart), WHATEVER_THE_OPTIONS)
+            else:
+                break
         return found
 
     # ---- what XLA joins
@@ -275,21 +300,22 @@ class DecidedProgram:
         """By loop, what the options have XLA issue a round ahead or end a round later."""
         return self._pipelining.by_loop(self.options.pipelined) if self.options.pipelined else {}
 
-    def _computation(self, home: int, pipelined: bool = True, some: frozenset[Member] | None = None) -> tuple[Timeline, bool]:
-        """The timeline of one run of a computation, and whether it has collectives; without those that are pipelined, or with them.
+    def timed(self, home: int, pipelined: bool = True, some: frozenset[Member] | None = None) -> Timed:
+        """A computation in the order in which it runs; not `pipelined`: its round without what is issued ahead or ends later.
 
         With `some`, of these members alone.
         """
         key = home, pipelined, some, self.hides, tuple(map(self._changed, self._inner_loops[home]))
-        if (known := self._timelines.get(key)) is None:
-            (tasks, nested, _), _ = self.listed(home, pipelined, some)
-            collectives = any(task.collective or task.has_collectives for task in tasks)
-            known = self._timelines[key] = schedule(tasks, nested, self.hides), collectives
+        if (known := self._timed.get(key)) is None:
+            (tasks, nested, members, of_another), _ = self.listed(home, pipelined, some)
+            collectives, order = any(task.collective or task.has_collectives for task in tasks), scheduled(tasks, self.hides)
+            members = {n: member for n, member in members.items() if n not in of_another}
+            known = self._timed[key] = Timed(timeline_of(tasks, nested, order), collectives, order, members)
         return known
 
     @cached_property
-    def _timelines(self) -> dict[tuple, tuple[Timeline, bool]]:
-        """What `_computation` found, by all that options change of it."""
+    def _timed(self) -> dict[tuple, Timed]:
+        """What `timed` found, by all that options change of it."""
         return {}
 
     @cached_property
@@ -305,14 +331,15 @@ class DecidedProgram:
 
     def round_s(self, loop: int, pipelined: bool = True) -> float:
         """Seconds of one round of a loop; without what is pipelined, or with it."""
-        return self._computation(loop, pipelined)[0].total_s
+        return self.timed(loop, pipelined).line.total_s
 
     def listed(
         self, home: int, pipelined: bool = True, some: Collection[Member] | None = None
     ) -> tuple[Listing, dict[Member, int]]:  # fmt: skip
         """Tasks of a computation, or of `some` members, and the number of each one's last task; without pipelining, or with it."""
         before, (ahead, needed, twice, later, _) = self._members[home], self.pipelined.get(home, NOTHING)
-        free, numbers, listing = {("task", n) for n in (*ahead, *later)}, dict[Member, int](), Listing([], {}, {})
+        ending, only_ahead = {("task", n) for n in later}, {*needed} - twice
+        free, numbers, listing = {("task", n) for n in (*ahead, *later)}, dict[Member, int](), Listing([], {}, {}, set())
         carried: set[int] = set()  # what makes the arrays that pipelining copies from round to round
         gathered = {("task", n) for n in ahead} if pipelined and not self.options.double_buffering else ()
         for name in self._orders[home]:
@@ -320,10 +347,10 @@ class DecidedProgram:
                 continue
             waits = tuple(sorted({numbers[m] for m in before[name] if m in numbers}))
             if name in free:
-                if pipelined and (name[1] in later or not before[name]):
+                if pipelined and (name in ending or not before[name]):
                     listing.collective(name[1], self.task_seconds.collective(name[1], ()))
                 carried.update(waits if name not in gathered else ())
-            elif pipelined or name in twice or name not in needed:
+            elif pipelined or name not in only_ahead:
                 self._list(name, waits, listing)
                 numbers[name] = len(listing.tasks) - 1
         if pipelined:
@@ -350,7 +377,9 @@ class DecidedProgram:
         for name in needed:
             if name in some:
                 part = self._pipelining.run_ahead(home, name[1], found) if name in twice and name[0] == "loop" else None
+                first = len(listing.tasks)
                 self._list(name, tuple(sorted({numbers[m] for m in before[name] if m in numbers})) or waits, listing, part)
+                listing.of_another_round.update(range(first, len(listing.tasks)))
                 numbers[name] = len(listing.tasks) - 1
         for n in ahead:
             if reads := before["task", n]:
@@ -368,7 +397,7 @@ class DecidedProgram:
 
     def _list_loop(self, n: int, waits: tuple[int, ...], listing: Listing, some: frozenset[Member] | None = None) -> None:
         """Adds a loop: what is pipelined has its first run before it or its last run behind it, and is missing in one round."""
-        (line, inside), trips, tasks = self._computation(n, some=some), self.graph.loops[n].trips, listing.tasks
+        (line, inside, *_), trips, tasks = self.timed(n, some=some), self.graph.loops[n].trips, listing.tasks
         ahead, needed, _, later, _ = pipelined = self.pipelined.get(n, NOTHING)
         if pipelined == NOTHING:
             listing.loop(n, line, trips, Task(line.total_s * trips, False, waits, inside, LOOP_S, True))
@@ -377,9 +406,9 @@ class DecidedProgram:
         for m in ahead:
             if not self._members[n]["task", m]:
                 listing.collective(m, self.task_seconds.collective(m, waits))
-        self._list_ahead(n, needed, {}, waits, listing)
+        self._list_ahead(n, {*needed}, {}, waits, listing)
         waits = tuple(range(first, len(tasks))) or waits
-        line = (trips - 1) * line + self._computation(n, pipelined=False)[0]
+        line = (trips - 1) * line + self.timed(n, pipelined=False).line
         listing.loop(n, line, 1.0, Task(line.total_s, False, waits, True, LOOP_S, True))
         at = len(tasks) - 1
         for m in later:

@@ -98,7 +98,7 @@ class _Clock:
     @classmethod
     def of(cls, program: DecidedProgram, home: int) -> _Clock:
         """The clock of a computation with all collectives that run in it."""
-        (tasks, nested, members), numbers = program.listed(home)
+        (tasks, nested, members, _), numbers = program.listed(home)
         found = spans(tasks, nested, program.hides)
         kernels = [s for s, task in zip(found, tasks, strict=True) if not task.collective and not task.has_collectives]
         collectives = [s for s, task in zip(found, tasks, strict=True) if task.collective]

@@ -107,7 +107,7 @@ class StepSchedule:
 
     def _run(self, home: int, start_s: float, share: float, pipelined: bool = True) -> Iterator[Span]:
         """One run of a computation that starts at a time; `share` is its part of all spans that are shown one by one."""
-        (tasks, nested, members), _ = self.program.listed(home, pipelined)
+        (tasks, nested, members, _), _ = self.program.listed(home, pipelined)
         for n, (begin, end) in enumerate(spans(tasks, nested, self.program.hides)):
             kind, number = members.get(n, ("task", -1))
             if kind == "loop":

@@ -21,16 +21,16 @@ from shardplan.xla_model.overlap_windows import OverlapWindows
 ROUNDS = 4
 """Plans of least memory at the prices and in the order of the one before."""
 
-LOWER = 0.97
-"""The pricing loop is run again with this fraction of the lowest peak found as the limit ..."""
+BELOW_LOWEST = 0.97
+"""Limits of further pricing loops, as a fraction of the lowest peak found so far."""
 
 ENOUGH = 1.001
-"""... then the whole search with this one, which is what the error advises and where plans may be found that take less still ..."""
+"""Limits of the whole searches after these; also what the error advises. Of the plans that fit, some may take less still."""
 
-SAME = 0.002
-"""... each as long as the peak falls by more than this fraction."""
+LEAST_GAIN = 0.002
+"""Either is repeated as long as it lowers the peak by more than this fraction."""
 
-LEANEST = 3
+LOWEST_PEAKS = 3
 """Plans whose peaks are looked at for the lower bound of all."""
 
 
@@ -53,7 +53,7 @@ def least_memory(found: Candidates, lowest: Judged, limit: float) -> float:
     """A lower bound of the peak of every plan, whatever the order of its ops, bytes per device; inf if the pins contradict each other.
 
     It counts what is in memory while ops run that each wait for the one before, one of them at the peak of the plan `lowest` or of one
-    of the `LEANEST` that were found.
+    of the `LOWEST_PEAKS` that were found.
     """
     task = found.task
     network, graph = build_network(task.space, task.resharder, limit, task.allowed, windows=OverlapWindows()), task.space.graph
@@ -62,8 +62,8 @@ def least_memory(found: Candidates, lowest: Judged, limit: float) -> float:
         live = live_in_any_order(graph, task.space.materialised, network.prices.live, chain_through(graph, op))
         return minimize_peak(replace(network.in_any_order(live).problem, limit=None, ties=())).bound_bytes
 
-    leanest = sorted(found.judged.values(), key=lambda x: x.peak_bytes)[:LEANEST]
-    return max(least(op) for op in {plan.memory.op_at_peak for plan in (lowest, *leanest)})
+    lowest_peaks = sorted(found.judged.values(), key=lambda x: x.peak_bytes)[:LOWEST_PEAKS]
+    return max(least(op) for op in {plan.memory.op_at_peak for plan in (lowest, *lowest_peaks)})
 
 
 def lowest_peak_plan(
@@ -76,21 +76,23 @@ def lowest_peak_plan(
         converged: those of the pricing loop alone, which takes a tenth of the time.
         found: those found within `limit`.
     """
-    pricing = Pricing()
+    pricing, judged = Pricing(), None
     for _ in range(ROUNDS):  # other prices make arrays wait for other collectives, and another order makes others live together
         network = found.task.network(pricing, limit)
         if not (states := min_peak_memory(network.problem)):
             return None
-        judged = found.add(Candidate(network, Solution("feasible", states, network.problem.objective(states), 0.0)))
+        before, judged = judged, found.add(Candidate(network, Solution("feasible", states, network.problem.objective(states), 0.0)))
+        if judged is before:
+            break
         pricing = replace(pricing, combined=judged.network.pricing.combined, order=judged.memory.order)
     lowest = found.lowest_peak()
     assert lowest is not None
-    for search, share in ((converged, LOWER), (plans, ENOUGH)):
+    for search, fraction in ((converged, BELOW_LOWEST), (plans, ENOUGH)):
         gain = inf
-        while gain > SAME and lowest.peak_bytes > limit:
-            before = lowest.peak_bytes
-            lowest = min(lowest, search(max(limit, share * before)).lowest_peak() or lowest, key=lambda x: x.peak_bytes)
-            gain = 1 - lowest.peak_bytes / before
+        while gain > LEAST_GAIN and lowest.peak_bytes > limit:
+            peak = lowest.peak_bytes
+            lowest = min(lowest, search(max(limit, fraction * peak)).lowest_peak() or lowest, key=lambda x: x.peak_bytes)
+            gain = 1 - lowest.peak_bytes / peak
     return lowest
 
 

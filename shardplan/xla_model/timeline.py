@@ -36,6 +36,10 @@ EDGE_S = 1e-6
 """Seconds that XLA's scheduler puts between any two instructions, and for the start and the end of a collective."""
 
 
+Order = Sequence[tuple[int, bool]]
+"""(task, whether it is the start of a collective), in the order in which a computation runs; a collective has a start and an end."""
+
+
 class Task(NamedTuple):
     """A kernel, a collective or a loop of one computation; one of no seconds only joins others."""
 
@@ -122,8 +126,8 @@ class Streams:
         return Timeline(total, self.compute_s, self.collective_s, total - self.compute_s)
 
 
-def latency_hiding_order(tasks: Sequence[Task]) -> list[tuple[int, bool]]:
-    """(task, whether it is the start of a collective), in the order in which they run; a collective has a start and an end."""
+def latency_hiding_order(tasks: Sequence[Task]) -> Order:
+    """The order in which XLA runs them where it hides latency."""
     return _Scheduler(tasks).order()
 
 
@@ -257,7 +261,7 @@ class _Scheduler:
             if not self.readers[m]:
                 self.release(m)
 
-    def order(self) -> list[tuple[int, bool]]:
+    def order(self) -> Order:
         """As `latency_hiding_order`."""
         tasks, kernels = self.tasks, self.kernels
         while True:
@@ -305,7 +309,7 @@ class _Scheduler:
         return min(times) - self.now if times else None
 
 
-def program_order(tasks: Sequence[Task]) -> list[tuple[int, bool]]:
+def program_order(tasks: Sequence[Task]) -> Order:
     """As `latency_hiding_order`, where no latency is hidden: a collective starts where it stands, and its first reader waits."""
     out: list[tuple[int, bool]] = []
     in_flight: dict[int, None] = {}
@@ -320,8 +324,8 @@ def program_order(tasks: Sequence[Task]) -> list[tuple[int, bool]]:
     return [*out, *((n, False) for n in in_flight)]
 
 
-def scheduled(tasks: Sequence[Task], hides: bool) -> list[tuple[int, bool]]:
-    """(task, whether it is the start of a collective), in the order in which a computation runs; `hides`: whether XLA hides latency.
+def scheduled(tasks: Sequence[Task], hides: bool) -> Order:
+    """The order in which a computation runs; `hides`: whether XLA hides latency.
 
     A computation without collectives keeps the order of the memory scheduler.
     """
@@ -336,20 +340,25 @@ def schedule(tasks: Sequence[Task], nested: Mapping[int, tuple[Timeline, float]]
         nested: those that are loops: (one run, number of runs).
         hides: whether XLA hides latency.
     """
-    return _run(tasks, nested, hides)[0].timeline()
+    return timeline_of(tasks, nested, scheduled(tasks, hides))
+
+
+def timeline_of(tasks: Sequence[Task], nested: Mapping[int, tuple[Timeline, float]], order: Order) -> Timeline:
+    """As `schedule`, of tasks in an order that is known."""
+    return _run(tasks, nested, order)[0].timeline()
 
 
 def spans(tasks: Sequence[Task], nested: Mapping[int, tuple[Timeline, float]], hides: bool = True) -> list[tuple[float, float]]:
     """Per task, from when until when it is on its stream, in seconds after the start of the computation."""
-    found = _run(tasks, nested, hides)[1]
+    found = _run(tasks, nested, scheduled(tasks, hides))[1]
     return [found[n] for n in range(len(tasks))]
 
 
 def _run(
-    tasks: Sequence[Task], nested: Mapping[int, tuple[Timeline, float]], hides: bool = True
+    tasks: Sequence[Task], nested: Mapping[int, tuple[Timeline, float]], order: Order
 ) -> tuple[Streams, dict[int, tuple[float, float]]]:
     streams, found = Streams(), {}
-    for n, starts in scheduled(tasks, hides):
+    for n, starts in order:
         begins = streams.now
         if n in nested:
             streams.nested(*nested[n])

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardplan.ilp.solver.deadline import UNLIMITED, Deadline
+from shardplan.ilp.solver.presolve.dominance import undominated_states
 from shardplan.ilp.solver.presolve.reductions import (
     AggregateFollower,
     Computed,
@@ -22,7 +23,6 @@ from shardplan.ilp.solver.presolve.reductions import (
     ReduceDomain,
     Reduction,
     TieClasses,
-    undominated_states,
 )
 from shardplan.ilp.solver.presolve.timeline import capacity_masks, remove_redundant_steps
 from shardplan.ilp.solver.problem import Messages, Problem

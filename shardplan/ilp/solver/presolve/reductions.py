@@ -5,8 +5,7 @@
     AggregateFollower   each state of j allows one state of i only:           i := f(j), all terms of i move to j
     EliminateNode       i holds no memory and has at most two edges:          e_jk += min_s c_i[s] + e_ij[s, .] + e_ik[s, .]
 
-Sources: dead-end elimination, Desmet et al., Nature 356, 1992, or neighborhood substitutability, Freuder, AAAI 1991; EliminateNode,
-bounded variable elimination of degree at most two, Larrosa, CP 2000.
+Source of EliminateNode: bounded variable elimination of degree at most two, Larrosa, CP 2000. Dead-end elimination: `dominance.py`.
 """
 
 from __future__ import annotations
@@ -23,12 +22,10 @@ from shardplan.ilp.solver.problem import Edge, Problem, Usage
 
 CHECK_EVERY = 1_000  # edges or usages between two checks of the deadline
 
-_FINITE = 1e300
-
 ELIMINATED_ENTRIES = 1 << 16  # entries of the joint table of a node and its two neighbors, up to which it is eliminated
 Inbox = dict[int, dict[int, np.ndarray]]  # `inbox[i][j]`: message that node i receives by its edge to j, [k_i]
 Made = TypeVar("Made")
-Computed = dict[tuple, tuple]  # results of `PresolveNetwork.once`, each with the arrays that its key names
+Computed = dict[tuple | int, tuple]  # results of `PresolveNetwork.once`, each with the arrays that its key names
 UsageBlock = tuple[np.ndarray, np.ndarray]  # usages of one node: intervals [m, 2] and bytes [m, k]
 
 
@@ -109,7 +106,9 @@ class PresolveNetwork:
 
     def support(self, table: np.ndarray) -> Support:
         """Which entries of a table are finite."""
-        return self.once(Support.of, table)
+        if (found := self._made.get(id(table))) is None:  # as `once`, which is slower
+            found = self._made[id(table)] = Support.of(table), table
+        return found[0]
 
     def to_problem(self) -> tuple[Problem, tuple[int, ...]]:
         """The problem of the nodes alive, and their numbers in this network."""
@@ -248,58 +247,6 @@ class ReduceDomain(Record):
         """Messages to the node keep the entries of its states."""
         (i,) = self.nodes
         inbox[i] = {j: message[self.keep] for j, message in inbox.get(i, {}).items()}
-
-
-def undominated_states(net: PresolveNetwork, i: int, max_entries: int) -> np.ndarray:
-    """Mask of the states that dead-end elimination leaves.
-
-    State b dominates a if  c[b] + sum_j max_x (e_ij[b, x] - e_ij[a, x]) <= c[a]  and u[b] <= u[a] in every interval; of two states
-    that dominate each other the lower number stays. No state is removed if the test would visit more than `max_entries`.
-    """
-    usage = net.usage(i)
-    amounts = None if usage is None else usage[1]
-    return net.once(_undominated, max_entries, amounts, net.costs[i], *net.adj[i].values())
-
-
-def _undominated(max_entries: int, amounts: np.ndarray | None, cost: np.ndarray, *tables: np.ndarray) -> np.ndarray:
-    k = len(cost)
-    keep = np.ones(k, dtype=bool)
-    if k == 1 or k * k > max_entries:
-        return keep
-    slack = cost[:, None] - cost[None, :]  # [a, b]: what b's edges may cost more than a's
-    slack.flat[:: k + 1] = -np.inf
-    with np.errstate(invalid="ignore"):
-        for table in tables:  # a few columns rule out most pairs
-            columns = sorted({0, table.shape[1] // 2, table.shape[1] - 1, int(np.minimum.reduce(table).argmin())})
-            sample = table.T[columns]  # of a pair that both are forbidden the difference is nan, which exceeds nothing
-            costlier = np.logical_or.reduce(sample[:, None, :] - sample[:, :, None] > slack)
-            slack[costlier] = -np.inf
-            if np.count_nonzero(costlier) and np.maximum.reduce(slack, axis=None) == -np.inf:
-                return keep
-    a, b = np.nonzero(slack >= -_FINITE)
-    if len(a) * sum(t.shape[1] for t in tables) > max_entries:
-        return keep
-    if amounts is not None and len(a):
-        amounts = np.unique(amounts, axis=0)
-        for first in range(0, len(a), 256):  # in pieces: an aggregated node may hold thousands of intervals
-            part = slice(first, first + 256)
-            fits = (amounts[:, b[part]] <= amounts[:, a[part]]).all(axis=0)
-            slack[a[part], b[part]] = np.where(fits, slack[a[part], b[part]], -np.inf)
-        a, b = np.nonzero(slack >= -_FINITE)
-    rest = slack[a, b]
-    for table in tables:
-        rest = rest - np.maximum.reduce(_difference(table[b], table[a]), axis=1)
-    dominated = {(int(p), int(q)) for p, q, r in zip(a, b, rest, strict=True) if r >= 0}
-    for p, q in sorted(dominated):
-        if keep[p] and keep[q] and ((q, p) not in dominated or q < p):
-            keep[p] = False
-    return keep
-
-
-def _difference(after: np.ndarray, before: np.ndarray) -> np.ndarray:
-    """`after - before`; -inf where `before` is forbidden, for any replacement is as good there."""
-    with np.errstate(invalid="ignore"):
-        return np.where(np.isinf(before), -np.inf, after - before)
 
 
 def _join_messages(inbox: Inbox, i: int, j: int, to_i: np.ndarray, to_j: np.ndarray) -> None:
