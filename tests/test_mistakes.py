@@ -310,7 +310,7 @@ MISTAKES = {  # what a person does -> how, and what is said; … stands for anyt
     ),
     "too little memory": (
         lambda: planned(memory="4KB"),
-        "no plan fits 3.91 KiB per device on mesh data=2, model=4.…lowest peak found: 8 KiB, at test_mistakes.py:… in step   "
+        "no plan fits 3.91 KiB per device on mesh data=2, model=4.…lowest peak found: 6.01 KiB, at test_mistakes.py:… in step   "
         "[…]…ways out: a larger mesh",
     ),
     "too little memory for what is pinned": (
