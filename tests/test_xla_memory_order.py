@@ -7,7 +7,9 @@ from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 import shardplan
+from shardplan.costs.decided_memory import DecidedMemory
 from shardplan.xla import available
+from shardplan.xla_model.liveness import conditionals
 from shardplan.xla_model.memory_order import Computation, depth_first_order, list_order, memory_orders, peak_bytes, post_order
 
 F32, BF16, S = jnp.float32, jnp.bfloat16, jax.ShapeDtypeStruct
@@ -109,6 +111,34 @@ def peaks(step, state, x, weights):
     found = plan.check("h100:8").report.compiled
     assert found.ok, found.error
     return plan.memory().peak, found.memory.peak_bytes
+
+
+def test_what_a_branch_reshards_is_made_before_the_branch_reads_it():
+    """Copies stand in the conditional whose branches alone read them, of values from within and from outside."""
+    mesh = AbstractMesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+
+    def layout(x, *spec):
+        return jax.lax.with_sharding_constraint(x, jax.NamedSharding(mesh, P(*spec)))
+
+    def step(w, x, flag):
+        def deep(w, x):
+            h = layout(jax.nn.gelu(x @ w["a"]) @ w["b"], None, "model")
+            return layout(jnp.tanh(h), "data", None) @ w["c"] + layout(h, "data", None) @ w["d"]
+
+        def loss(w):
+            return jnp.mean(jax.lax.cond(flag, deep, lambda w, x: layout(x @ w["c"], None, "model"), w, x) ** 2)
+
+        return jax.tree.map(lambda p, g: p - g, w, jax.grad(loss)(w))
+
+    weights = {name: S((256, 256), F32) for name in "abcd"}
+    planned = (
+        shardplan.auto(mesh, cluster="h100", donate_argnums=0)(step).plan(weights, S((1024, 256), F32), S((), bool)).context.planned
+    )
+    order, graph = DecidedMemory(planned.program(planned.xla)).order, planned.graph
+    makers = [{graph.values[v].producer[0] for v in op.inputs if v is not None} for op in graph.ops]
+    first = conditionals(graph)
+    assert any(graph.ops[i].traits.copy and first[i] == first[j] != i for j, some in enumerate(makers) for i in some)
+    assert all(order.places[i] < order.places[j] for j, some in enumerate(makers) for i in some)
 
 
 @pytest.mark.slow

@@ -108,7 +108,7 @@ class DecidedMemory:
             while (before := tasks.step_before(n)) is not None:
                 n = before
             ends = turns.starts if tasks.transfers[n].step.kind == "all-reduce" else turns.ends
-            v, turn = graph.ops[j].inputs[k], ends.get(self.program.joined[0][n])
+            v, turn = graph.ops[j].inputs[k], ends.get(self.program.standing_for(n))
             if v is not None and turn is not None and not self._holds(read_array(graph, rules, v)) and not self._holds(v):
                 until[v] = max(until.get(v, 0), self._place(turn))
         for v, hi in until.items():
@@ -219,11 +219,7 @@ class _Turns:
             out.append(max(turn, self.count) if op.traits.step_output else turn)
         for j in self.program.network.retained(self.program.states):  # until here it is counted as the array of the earlier phase
             out[j] = max(out[j], min((out[i] for i in graph.readers(graph.ops[j].outputs[0])), default=out[j]))
-        out = [last.get(first[j], turn) for j, turn in enumerate(out)]
-        for j, op in enumerate(graph.ops):
-            if op.traits.copy and (v := op.inputs[0]) is not None:  # which is in no conditional
-                out[j] = max(out[j], out[graph.values[v].producer[0]])
-        return out
+        return [last.get(first[j], turn) for j, turn in enumerate(out)]
 
     def read_at(self, j: int, turn: int) -> int:
         """When op j reads, of which the result is there at a turn."""

@@ -269,13 +269,21 @@ def _last_uses(
 
 
 def conditionals(graph: Graph) -> list[int]:
-    """Per op, the first op of the outermost conditional whose branches, or whose joined results, it is of; itself if there is none."""
+    """Per op, the first op of the outermost conditional whose branches, or whose joined results, it is of; itself if there is none.
+
+    A copy is of the conditional that all its readers are of.
+    """
     joined = {op.path[:-2] for op in graph.ops if op.traits.joins_branches}
     out, first = list(range(len(graph.ops))), dict[tuple, int]()
     for at, op in enumerate(graph.ops) if joined else ():
         path = next((op.path[:n] for n in range(len(op.path)) if op.path[:n] in joined), None)
         if path is not None and not op.traits.copy:
             out[at] = first.setdefault(path, at)
+    for at in reversed(range(len(graph.ops))) if first else ():
+        if graph.ops[at].traits.copy:
+            blocks = {out[j] for j in graph.readers(graph.ops[at].outputs[0])}
+            if len(blocks) == 1 and not blocks.isdisjoint(first.values()):
+                (out[at],) = blocks
     return out
 
 
