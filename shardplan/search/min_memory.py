@@ -73,7 +73,7 @@ def lowest_peak_plan(
 
     Args:
         plans: all plans found within a number of bytes.
-        converged: those of the pricing loop alone, which takes a tenth of the time.
+        converged: those that the pricing loop comes upon, which the other steps of the search do not follow.
         found: those found within `limit`.
     """
     pricing, judged = Pricing(), None

@@ -9,6 +9,7 @@ Source: Desmet et al., Nature 356, 1992; neighborhood substitutability, Freuder,
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -39,14 +40,11 @@ def _undominated(max_entries: int, amounts: np.ndarray | None, cost: np.ndarray,
         return keep
     slack = cost[:, None] - cost[None, :]  # [a, b]: what b's edges may cost more than a's
     slack.flat[:: k + 1] = -np.inf
-    together = len(tables) > 1 and 4 * len(tables) * k * k <= TOGETHER_ENTRIES
-    parts = [np.concatenate(tables, axis=1)] if together else tables
-    ends = np.cumsum([t.shape[1] for t in tables]) if together else None
+    together = 4 * len(tables) * k * k <= TOGETHER_ENTRIES
+    parts = [_SideBySide(some) for some in ([tables] if together and tables else [[table] for table in tables])]
     with np.errstate(invalid="ignore"):
-        for table in parts:  # a few columns rule out most pairs
-            sample = table.T[
-                _few_columns(table, ends)
-            ]  # of a pair that both are forbidden the difference is nan, which exceeds nothing
+        for part in parts:  # a few columns rule out most pairs
+            sample = part.joint.T[part.few_columns()]  # where both are forbidden the difference is nan, which exceeds nothing
             costlier = np.logical_or.reduce(sample[:, None, :] - sample[:, :, None] > slack)
             slack[costlier] = -np.inf
             if np.count_nonzero(costlier) and np.maximum.reduce(slack, axis=None) == -np.inf:
@@ -56,9 +54,8 @@ def _undominated(max_entries: int, amounts: np.ndarray | None, cost: np.ndarray,
         return keep
     a, b = _fitting(amounts, a, b)
     rest = slack[a, b]
-    for table in parts:
-        more = _difference(table[b], table[a])
-        for most in [np.maximum.reduce(more, axis=1)] if ends is None else np.maximum.reduceat(more, [0, *ends[:-1]], axis=1).T:
+    for part in parts:
+        for most in np.maximum.reduceat(_difference(part.joint[b], part.joint[a]), part.bounds[:-1], axis=1).T:
             rest = rest - most
     dominated = {*zip(a[rest >= 0].tolist(), b[rest >= 0].tolist(), strict=True)}
     for p, q in sorted(dominated):
@@ -67,14 +64,18 @@ def _undominated(max_entries: int, amounts: np.ndarray | None, cost: np.ndarray,
     return keep
 
 
-def _few_columns(table: np.ndarray, ends: np.ndarray | None) -> list[int]:
-    """The first, middle, last and cheapest column of a table, or of each of several that stand side by side up to `ends`."""
-    least = np.minimum.reduce(table)
-    if ends is None:
-        return sorted({0, len(least) // 2, len(least) - 1, int(least.argmin())})
-    bounds = [0, *ends.tolist()]
-    parts = (sorted({i, (i + j) // 2, j - 1, i + int(least[i:j].argmin())}) for i, j in itertools.pairwise(bounds))
-    return [*itertools.chain.from_iterable(parts)]
+class _SideBySide:
+    """Tables of a node's edges as one, [k, sum of their columns]; table n has the columns from bounds[n] on, before bounds[n + 1]."""
+
+    def __init__(self, tables: Sequence[np.ndarray]):
+        self.joint = np.concatenate(tables, axis=1) if len(tables) > 1 else tables[0]
+        self.bounds = [0, *itertools.accumulate(t.shape[1] for t in tables)]
+
+    def few_columns(self) -> list[int]:
+        """The first, middle, last and cheapest column of each table."""
+        least = np.minimum.reduce(self.joint)
+        each = (sorted({i, (i + j) // 2, j - 1, i + int(least[i:j].argmin())}) for i, j in itertools.pairwise(self.bounds))
+        return [*itertools.chain.from_iterable(each)]
 
 
 def _fitting(amounts: np.ndarray | None, a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
