@@ -237,7 +237,7 @@ def test_gathers_again_rather_than_retaining_as_memory_tightens():
     assert all(fraction_per_device(p, "state/m") < 1 / 4 and layouts(p)["batch"] == sharded(1, 0) for p in plans)
     assert gathers(free) <= gathers(plans[0]) < gathers(plans[1]) < gathers(plans[2]) <= 16
     seconds = [p.seconds["total"] for p in plans]
-    assert seconds == sorted(seconds) and seconds[-1] < 1.08 * seconds[0]
+    assert seconds == sorted(seconds) and seconds[-1] < 1.06 * seconds[1]
     sent = [p.seconds["communication"] for p in plans]
     assert sent[0] < sent[1] < sent[2]
 

@@ -359,7 +359,7 @@ def test_same_answer_with_and_without_numba_and_with_other_hashing():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "shape"), [("dlrm", (8,)), ("face_softmax", (2, 4))])
+@pytest.mark.parametrize(("name", "shape"), [("digits_cnn", (2, 4)), ("dlrm", (8,)), ("face_softmax", (2, 4))])
 def test_tight_budgets_are_proven_within_one_percent(name, shape):
     create, step, batches = MODELS[name]()
     state, batch = jax.eval_shape(create, jax.random.key(0)), next(iter(batches(1)))

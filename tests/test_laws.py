@@ -233,7 +233,7 @@ OTHERS = (
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "cluster"), [("unrolled", "even"), ("scanned", "h100"), ("accumulated", "even")])
+@pytest.mark.parametrize(("name", "cluster"), [("unrolled", "even"), ("scanned", "h100"), ("tied", "h100"), ("accumulated", "even")])
 def test_no_plan_is_below_the_bound_of_the_free_one(name, cluster):
     free = plan_of(name, cluster)
     plans = [plan_of(name, cluster, **options) for options in OTHERS]
