@@ -132,3 +132,41 @@ def test_a_residual_sum_is_computed_again_for_the_mask_of_the_relu_behind_it():
     # of each layer the product's result and the relu (but the last), then three gradients: of the relu, of the product, of the layer
     arrays = 2 * layers - 1 + 3 * layers - 1
     assert written_by_xla(jax.grad(loss), args, rows * width) == written_by_plan(jax.grad(loss), args, rows * width) == arrays
+
+
+@pytest.mark.parametrize("rows, width", [(1000, 1000), (16384, 1024)])
+@pytest.mark.parametrize("layers, arrays", [(3, 7), (5, 12), (8, 19)])
+def test_the_sum_of_many_layers_is_written_where_computing_it_again_reads_more(layers, arrays, rows, width):
+    """Per layer the softmax and the product, to which the first adds the residual; then each third sum, and the last."""
+
+    def residual(x, w):
+        for _ in range(layers):
+            x = x + jax.nn.softmax(x) @ w
+        return x
+
+    args = [jax.ShapeDtypeStruct((rows, width), F32), jax.ShapeDtypeStruct((width, width), F32)]
+    assert written_by_xla(residual, args, rows * width) == written_by_plan(residual, args, rows * width) == arrays
+
+
+def swapped(x):
+    return jnp.concatenate([x[:, x.shape[1] // 2 :], x[:, : x.shape[1] // 2]], 1)
+
+
+@pytest.mark.parametrize(
+    ("fun", "operands", "arrays"),
+    [
+        # a sum of two arrays, read by three kernels or by four: the tanh, and
+        (lambda x, y: (x.sum(0), (x * x).sum(1), jnp.tanh(x)), 2, 1),
+        (lambda x, y: (x.sum(0), (x * x).sum(1), jnp.tanh(x), x[::-1]), 2, 3),  # the reversed array, and the sum
+        # what is read at two places of each kernel, the larger array twice from memory
+        (lambda x, y: ((x + y).sum(0), (x * y).sum(1), jnp.tanh(x + y)), 1, 2),
+    ],
+)
+def test_what_is_read_in_several_places_is_counted_as_often(fun, operands, arrays):
+    def made(*some):
+        x = some[0] + some[1] if len(some) > 1 else some[0].astype(BF16)
+        return fun(x, swapped(x))
+
+    shape = 65536, 1024
+    args = [jax.ShapeDtypeStruct(shape, F32)] * operands
+    assert written_by_xla(made, args, math.prod(shape)) == written_by_plan(made, args, math.prod(shape)) == arrays

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import inf
 from typing import NamedTuple
 
 import numpy as np
@@ -30,8 +29,8 @@ from shardplan.xla_model.cast_first import Factors, cast_first_operands, widened
 from shardplan.xla_model.combining import CollectiveSite, byte_factors, collective_sites, summed_values
 from shardplan.xla_model.convolutions import HeldCopy, call_orders, with_convolutions
 from shardplan.xla_model.copies import with_copies
-from shardplan.xla_model.expensive import recomputed_from
 from shardplan.xla_model.fusion import FusedKernels, fused_kernels
+from shardplan.xla_model.fusion_estimate import FusionEstimate
 from shardplan.xla_model.kernel_groups import kernels_of
 from shardplan.xla_model.materialised import materialised
 from shardplan.xla_model.merged_products import sharing_products
@@ -95,9 +94,9 @@ class StepFacts:
         orders = physical_orders(graph, rules, call_orders(graph, device))
         seen = with_summed_scatters(orders.rules, summed := summed_scatters(graph))
         seen = with_small_reductions(graph, seen, rows := row_kernels(graph, seen, orders))
-        recomputed_bytes = recomputed_from(device) if device else inf
-        written = materialised(graph, seen, sums, rows, recomputed_bytes)
-        kernels = kernels_of(graph, seen, written, sums, rows, recomputed_bytes)
+        estimate = FusionEstimate.of(device, mesh.size(*mesh.axes))
+        written = materialised(graph, seen, sums, rows, estimate)
+        kernels = kernels_of(graph, seen, written, sums, rows, estimate.tanh_bytes)
         fused = fused_kernels(graph, seen, kernels_of(graph, seen, written, sums, rows, merged=False))
         wide = kept_wide(graph, seen, kernels, device)
         around = with_convolutions(graph, seen, kernel_traffic(graph, seen, kernels, wide), device)

@@ -59,7 +59,7 @@ class Kernels:
 
 
 def is_expensive(op: Op, recomputed_bytes: float) -> bool:
-    """Whether kernels do not compute an op again; a tanh they do from so many bytes an element (`expensive.recomputed_from`)."""
+    """Whether kernels do not compute an op again; a tanh they do from so many bytes an element (`FusionEstimate.tanh_bytes`)."""
     return op.primitive in EXPENSIVE and not (op.primitive in SHORTEST and itemsize(op.outs[0].dtype) >= recomputed_bytes)
 
 

@@ -15,19 +15,19 @@ Facts: fusion-loop, fusion-broadcast-scalar, fusion-zeros-shared, fusion-reads-p
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Sequence
-from math import inf
 
 from shardplan.ir.graph import Graph, Op
 from shardplan.strategies.rule import Fusion, Rule
 from shardplan.xla_model.expensive import cheaper_to_read
 from shardplan.xla_model.fusible import absorbs, seen_through
+from shardplan.xla_model.fusion_estimate import ANY_DEVICE, FusionEstimate
 from shardplan.xla_model.product_kernels import computed_on_the_way, prologues, written_by_products
 from shardplan.xla_model.row_kernels import RowKernels
 from shardplan.xla_model.summed_scatters import summed_scatters
 
 
 def materialised(
-    graph: Graph, rules: Sequence[Rule], sums: Sequence[bool], rows: RowKernels, recomputed_bytes: float = inf
+    graph: Graph, rules: Sequence[Rule], sums: Sequence[bool], rows: RowKernels, estimate: FusionEstimate = ANY_DEVICE
 ) -> tuple[bool, ...]:
     """Per value, whether it is written to memory; views are not.
 
@@ -36,7 +36,7 @@ def materialised(
         rules: per op.
         sums: per op, whether its result may be partial.
         rows: `row_kernels` of the graph.
-        recomputed_bytes: of the device (`recomputed_from`).
+        estimate: of the devices.
     """
     out = [True] * len(graph.values)
     prologue = {v: read for v, read in prologues(graph, rules).items() if v not in rows.orders.written}
@@ -65,7 +65,7 @@ def materialised(
         out[v] = True
     for at, found in scatters.items():
         out[graph.ops[at].outputs[0]] = out[found.zeros] = False
-    once = cheaper_to_read(graph, rules, out, sums, rows, recomputed_bytes)
+    once = cheaper_to_read(graph, rules, out, sums, rows, estimate)
     return tuple(written or v in once for v, written in enumerate(out))
 
 
