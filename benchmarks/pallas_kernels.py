@@ -1,15 +1,21 @@
-"""Every Pallas kernel that jax ships: which digits of its grid the planner may shard, and why not the others.
+"""Every Pallas kernel that jax ships, and Tokamax': which digits of its grid the planner may shard, and why not the others.
 
     python benchmarks/pallas_kernels.py               a row per call that the kernel's function (and its gradient) makes
     python benchmarks/pallas_kernels.py --only tpu    functions with a word in their name
 
-Kernels are traced, not run; no GPU and no TPU is needed, except where a function asks the device for its number of cores.
+Kernels are traced, not run; functions that ask the device for its kind or its number of cores are told those of an H100. Kernels that
+are collectives (`all_gather_mgpu`, `reduce_scatter_mgpu`, `collective_matmul_mgpu`, `tpu.all_gather`) are missing: they run under
+`jax.shard_map`, inside of which the planner splits nothing. Tokamax' are there where `pip install tokamax` was.
 """
 
 import argparse
 import importlib
+import logging
 import os
+import sys
 from collections.abc import Callable
+from importlib.util import find_spec
+from unittest import mock
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 
@@ -21,6 +27,7 @@ from shardplan.strategies.kernel.grid import kernel_grid
 
 OPS = "jax.experimental.pallas.ops"
 CALLS = "pallas_call", "core_map", "mpmd_map"
+DEFAULT_DEVICE = "jax.extend.backend.get_default_device"
 FUNCTIONS: dict[str, Callable] = {}
 """Name of a module -> a function that traces what it offers."""
 
@@ -33,6 +40,27 @@ def kernel(*modules: str):
         return fn
 
     return register
+
+
+def tokamax_kernel(implementation: str):
+    """Register a function of Tokamax and the name of its implementation, where it is installed."""
+
+    def register(fn):
+        if find_spec("tokamax"):
+            name = f"tokamax.{fn.__name__} ({implementation})"
+            FUNCTIONS[name] = lambda: fn(importlib.import_module("tokamax"), implementation)
+        return fn
+
+    return register
+
+
+class Hopper:
+    """What functions ask of a device while they are traced."""
+
+    platform = "gpu"
+    device_kind = "NVIDIA H100 80GB HBM3"
+    compute_capability = "9.0"
+    core_count = 132
 
 
 def array(*shape, dtype="float32"):
@@ -205,12 +233,43 @@ def _(m):
     return jax.make_jaxpr(run)(array(2, dtype="uint32"))
 
 
+@tokamax_kernel("triton")
+@tokamax_kernel("mosaic")
+def dot_product_attention(m, implementation):
+    q = array(4, 256, 8, 64, dtype="bfloat16")
+    return grad(lambda q, k, v: m.dot_product_attention(q, k, v, implementation=implementation), q, q, q)
+
+
+@tokamax_kernel("triton")
+def layer_norm(m, implementation):
+    x, scale = array(4, 256, 512, dtype="bfloat16"), array(512, dtype="bfloat16")
+    return grad(lambda x, scale, offset: m.layer_norm(x, scale, offset, implementation=implementation), x, scale, scale)
+
+
+@tokamax_kernel("triton")
+@tokamax_kernel("mosaic")
+def gated_linear_unit(m, implementation):
+    x, w = array(1024, 512, dtype="bfloat16"), array(512, 2, 1024, dtype="bfloat16")
+    return jax.make_jaxpr(lambda x, w: m.gated_linear_unit(x, w, activation=jax.nn.silu, implementation=implementation))(x, w)
+
+
+@tokamax_kernel("triton")
+@tokamax_kernel("mosaic")
+def ragged_dot(m, implementation):
+    x, w = array(1024, 512, dtype="bfloat16"), array(8, 512, 1024, dtype="bfloat16")
+    return jax.make_jaxpr(lambda x, w, groups: m.ragged_dot(x, w, groups, implementation=implementation))(x, w, GROUPS)
+
+
 def rows(name: str, trace: Callable):
     """(function, kernel, grid, digits that may be sharded, why not the others) per call."""
+    hopper = lambda *_: [Hopper()]  # noqa: E731
     try:
-        closed = trace()
-    except AttributeError:  # `core_count` of a CPU
-        yield name, "", "", "", "it asks the device for its number of cores when it is traced"
+        with mock.patch.multiple(jax, devices=hopper, local_devices=hopper), mock.patch(DEFAULT_DEVICE, Hopper):
+            closed = trace()
+    except Exception as error:
+        while isinstance(error, ExceptionGroup):
+            error = error.exceptions[0]
+        yield name, "", "", "", f"it cannot be traced here: {error or type(error).__name__}".splitlines()[0]
         return
     for eqn in _jax.equations(closed.jaxpr):
         if (primitive := eqn.primitive.name) not in CALLS:
@@ -232,6 +291,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="functions with this word in their name")
     only = parser.parse_args().only
+    logging.disable()  # Tokamax logs the traceback of an error that it raises,
+    del sys.argv[1:]  # and reads flags of its own
     table = [row for name, trace in FUNCTIONS.items() if only in name for row in rows(name, trace)]
     print("| function | kernel | grid | sharded | not sharded, and why |\n|---|---|---|---|---|")
     for row in table:

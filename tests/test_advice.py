@@ -211,11 +211,15 @@ def by_probability(w, x, labels):
     return -jnp.log(jnp.take_along_axis(jax.nn.softmax(logits(w, x)), labels[..., None], -1)).mean()
 
 
+def of_all_but_the_last(w, x, labels):
+    return optax.softmax_cross_entropy_with_integer_labels(logits(w, x)[:, :-1], labels[:, 1:]).mean()
+
+
 def of_a_frozen_head(w, x, labels):
     return by_log_softmax(jax.lax.stop_gradient(w), x, labels)
 
 
-LOSSES = [by_log_softmax, by_optax, one_hot, with_penalty, in_chunks, by_probability, of_a_frozen_head]
+LOSSES = [by_log_softmax, by_optax, one_hot, with_penalty, in_chunks, by_probability, of_all_but_the_last, of_a_frozen_head]
 
 
 @pytest.mark.parametrize("trained", [False, True])

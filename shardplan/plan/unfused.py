@@ -3,9 +3,9 @@
     q k -> product -> scale, mask, bias, cast -> exp(. - max) -> / sum -> dropout, cast -> product with v      attention
     x w -> product -> cast, scale -> exp(. - max) -> sum -> log, and the label's logit -> loss                 cross-entropy
 
-The scores are all arrays of as many elements as the first product makes that elementwise work, views, reductions and broadcasts join,
-across the borders of loops and recomputation: those of the backward pass, too. What makes them or reads them as a product is no part of
-them. They are a softmax if exponentials of the product are summed along one dim, with nothing but casts and masks between. It is
+The scores are all arrays of as many elements as the first product makes, or almost, that elementwise work, views, slices, reductions
+and broadcasts join, across the borders of loops and recomputation: those of the backward pass, too. What makes them or reads them as a
+product is no part of them. They are a softmax if exponentials of the product are summed along one dim, with nothing but casts and masks between. It is
 attention if a second product contracts that dim of the exponentials, normalised or masked, or if another product makes a gradient of
 what follows them; else a cross-entropy, whose gradient is a difference.
 
@@ -29,6 +29,8 @@ Kind = Literal["attention", "cross-entropy"]
 MASKING = ("select_n", "mul", "div")
 """Primitives that mask or scale exponentials, if nothing else that they read depends on the product, but for a number per row."""
 
+MOST = 0.9
+"""Fraction of the scores that a slice of them has, which what is behind it reads instead."""
 LARGE_VOCABULARY = 4096
 """Words from which a cross-entropy is fused with the product that makes its logits."""
 
@@ -99,7 +101,7 @@ class _Scores:
     def _joined(self, v: int) -> Iterator[int]:
         """The arrays on the other side of the ops around an array."""
         value, ops = self.graph.values[v], self.graph.ops
-        alone = prod(value.shape) == self.size  # else the stack of a loop's
+        alone = self._holds_scores(value.shape)  # else the stack of a loop's
         for i, k in ((value.producer[0], None), *value.consumers):
             op = ops[i]
             if i in self.graph.dead or op.traits.persistent or op.traits.loop_carry or op.traits.loop_next:
@@ -116,9 +118,13 @@ class _Scores:
             elif alone and self._is_fusible(i):
                 self.ops.add(i)
                 arrays = (x for x in (*op.inputs, *op.outputs) if x is not None)
-                yield from (x for x in arrays if prod(self.graph.values[x].shape) == self.size)
+                yield from (x for x in arrays if self._holds_scores(self.graph.values[x].shape))
             elif alone and k is not None:
                 self.needed = True
+
+    def _holds_scores(self, shape: Sequence[int]) -> bool:
+        """Whether an array is as large as the product's result, or almost: logits of all positions but the last."""
+        return MOST * self.size <= prod(shape) <= self.size
 
     def _is_fusible(self, i: int) -> bool:
         traits = self.graph.ops[i].traits
@@ -172,7 +178,7 @@ class _Scores:
                 for i, _ in values[v].consumers:
                     found.setdefault(i, []).append(v)
                     others = [x for x in ops[i].inputs if x not in (None, v) and values[x].producer[0] in after]
-                    rows = all(prod(values[x].shape) < self.size or ops[values[x].producer[0]].traits.broadcast for x in others)
+                    rows = all(not self._holds_scores(values[x].shape) or ops[values[x].producer[0]].traits.broadcast for x in others)
                     scales = ops[i].primitive in MASKING and rows
                     if i not in queue and (scales or ops[i].traits.border or ops[i].forwards_value):
                         queue.append(i)
