@@ -181,6 +181,20 @@ def test_a_kernel_without_a_rule_says_in_the_warning_why():
     assert "reads program_id(0)" in plan.explain()
 
 
+def test_a_kernel_that_no_strategy_splits_over_all_axes_says_in_the_warning_why():
+    """Rows in reverse order are on no grid axis that could be sharded, columns are: two blocks of them, for two devices of four."""
+    reversed_rows = blocked(
+        grid=(16, 2), block=(64, 1024), index=lambda i, j: (15 - i, j), out=((64, 1024), lambda i, j: (i, j)), shape=(1024, 2048)
+    )
+    auto = shardplan.auto(jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2), cluster=NEAR)
+    why = r"no strategy splits 'pallas_call' at test_kernels.py:\d+ over all mesh axes, .* on every device .*\n  why: kernel.*index map"
+    with pytest.warns(shardplan.ShardingWarning, match=why):
+        plan = auto(lambda x: jnp.sin(reversed_rows(x))).plan(array(1024, 2048))
+    assert "in part: kernel: grid axis 0: the index map" in plan.explain()
+    two = shardplan.auto(jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,)), cluster=NEAR)
+    assert two(lambda x: jnp.sin(reversed_rows(x))).plan(array(1024, 2048)).unknown == ()
+
+
 def test_a_wrong_claim_of_a_kernels_grid_is_found(monkeypatch):
     from shardplan.strategies.kernel import grid
 

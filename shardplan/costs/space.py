@@ -22,7 +22,7 @@ from shardplan.mesh.layout import MeshShape
 from shardplan.mesh.reshard import Resharder
 from shardplan.strategies.enumerate import AxisFactors, OpStrategies
 from shardplan.strategies.rule import Rule
-from shardplan.strategies.signature import Signatures
+from shardplan.strategies.signature import Signature, Signatures
 from shardplan.xla_model.accumulation import accumulated_operands, accumulated_sums, mark_accumulation
 from shardplan.xla_model.bytes_moved import kernel_traffic
 from shardplan.xla_model.cast_first import Factors, cast_first_operands, widened_fraction
@@ -40,6 +40,8 @@ from shardplan.xla_model.summed_scatters import SummedScatter, summed_scatters, 
 from shardplan.xla_model.traffic import KernelTraffic
 from shardplan.xla_model.wide_elementwise import kept_wide
 
+IN_PART = "in part: "
+"""Start of why an op is split over some mesh axes only."""
 SMALL_SUM_BYTES = 1 << 16
 """Blocking sums smaller than this are combined with those at their depth."""
 
@@ -362,12 +364,23 @@ def make_strategy_space(
     """
     signatures = facts.signatures.read(facts.graph, within or {}, others)
     pairs = zip(facts.graph.ops, signatures, strict=True)
-    named = ((op, f" ({found.rule.unsharded})" if found.rule.unsharded else "") for op, found in pairs if not found.known)
-    unknown = dict.fromkeys((op.primitive + why, str(op.source)) for op, why in named)
+    named = ((op, _without_factors(found, whole=not within and others is None)) for op, found in pairs)
+    unknown = dict.fromkeys((op.primitive + why, str(op.source)) for op, why in named if why is not None)
     exchanged = exchange_seconds(facts.graph, mesh, cluster, signatures)
     seconds = compute_seconds(facts.graph, mesh, cluster, signatures, facts.traffic, exchanged)
     strategies, numbers = tuple(found.strategies for found in signatures), tuple(found.number for found in signatures)
     return StrategySpace(facts, mesh, cluster, strategies, numbers, seconds, exchanged, tuple(unknown))
+
+
+def _without_factors(found: Signature, whole: bool) -> str | None:
+    """Why a signature has no rule, or none that splits it over all mesh axes, in brackets; "" for no reason, None if it has one.
+
+    Only the `whole` space has all strategies.
+    """
+    if not found.known:
+        return f" ({found.rule.unsharded})" if found.rule.unsharded else ""
+    in_part = whole and found.rule.stopped and all(None in factors for factors in found.strategies.factors)
+    return f" ({IN_PART}{found.rule.stopped})" if in_part else None
 
 
 def with_merged_axes(space: StrategySpace, groups: Sequence[Sequence[str]]) -> StrategySpace:

@@ -5,9 +5,9 @@
 
 The scores are all arrays of as many elements as the first product makes, or almost, that elementwise work, views, slices, reductions
 and broadcasts join, across the borders of loops and recomputation: those of the backward pass, too. What makes them or reads them as a
-product is no part of them. They are a softmax if exponentials of the product are summed along one dim, with nothing but casts and masks between. It is
-attention if a second product contracts that dim of the exponentials, normalised or masked, or if another product makes a gradient of
-what follows them; else a cross-entropy, whose gradient is a difference.
+product is no part of them. They are a softmax if exponentials of the product are summed along one dim, with nothing but casts and masks
+between. It is attention if a second product contracts that dim of the exponentials, normalised or masked, or if another product makes a
+gradient of what follows them; else a cross-entropy, whose gradient is a difference.
 
 Also known as scaled dot-product attention; softmax cross-entropy with logits.
 """

@@ -58,6 +58,7 @@ class Rule:
         attention: of an attention kernel, what decides how fast these operations are.
         bytes: that the whole op reads and writes, where a kernel states them; None means every operand and result once.
         unsharded: why no factor could be derived, for an op whose own description was looked at; "" otherwise.
+        stopped: of an op that has others, why some factors cannot be sharded; "" if there are none such.
     """
 
     operands: tuple[Dims, ...]
@@ -77,6 +78,7 @@ class Rule:
     attention: Attention | None = None
     bytes: float | None = None
     unsharded: str = ""
+    stopped: str = ""
 
     @property
     def exchanged(self) -> tuple[str, ...]:

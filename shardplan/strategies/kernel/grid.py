@@ -95,10 +95,12 @@ class KernelGrid:
     @property
     def reason(self) -> str:
         """Why no digit may be sharded, one clause per grid axis; "" if one may."""
-        if self.free:
-            return ""
-        found = dict.fromkeys(f"grid axis {d.axis}: {why}" for d, why in self.stopped.items())
-        return "; ".join(found) or "its grid is a single program"
+        return "" if self.free else self.stops or "its grid is a single program"
+
+    @property
+    def stops(self) -> str:
+        """What stops the digits that may not be sharded, one clause per grid axis."""
+        return "; ".join(dict.fromkeys(f"grid axis {d.axis}: {why}" for d, why in self.stopped.items()))
 
 
 def kernel_grid(params: Mapping[str, Any], n_operands: int) -> KernelGrid | str:

@@ -16,11 +16,13 @@ from shardplan.strategies.rule import Rule, replicated_rule, rule
 @rule(traits=Traits(shapes_in_params=True))
 def pallas_call(*ins, out, **params):
     found, flops = kernel_grid(params, len(ins)), kernel_flops(params)
+    name = f"kernel {params.get('name') or ''}".strip()
     if isinstance(found, KernelGrid) and found.free:
         estimate = params["cost_estimate"]
-        return replace(grid_rule(found), flops=flops, bytes=None if estimate is None else float(estimate.bytes_accessed))
+        moved = None if estimate is None else float(estimate.bytes_accessed)
+        return replace(grid_rule(found), flops=flops, bytes=moved, stopped=f"{name}: {found.stops}" if found.stops else "")
     why = found if isinstance(found, str) else found.reason
-    return replace(unsharded_rule(ins, out, f"kernel {params.get('name') or ''}".strip() + f": {why}"), flops=flops)
+    return replace(unsharded_rule(ins, out, f"{name}: {why}"), flops=flops)
 
 
 def grid_rule(found: KernelGrid) -> Rule:
