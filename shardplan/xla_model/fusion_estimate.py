@@ -8,7 +8,7 @@ or reads in several places, it reads several times: but for the first time from 
     y -+          +-> result        3 (x + y)                          >   x + y + value + 3 value + a launch
                   +-> result
 
-Figures are bytes of all devices together, each of which holds its share of every array.
+Figures are bytes of all devices together, each of which holds its share of every array; the ops that read a number may be replicated.
 
 Facts: fusion-recompute-cheaper, fusion-rereads.
 """
@@ -45,14 +45,16 @@ class FusionEstimate:
     Attributes:
         tanh_bytes: bytes an element from which a tanh is computed again by kernels that read its argument anyway: writing and reading
             the result takes longer than the function then.
-        launch_bytes: what is read while a kernel starts.
+        launch_bytes: what one of them reads while a kernel starts.
         l1_bytes, l2_bytes: arrays of fewer bytes are read again from this cache.
+        devices: how many these are.
     """
 
     tanh_bytes: float = inf
     launch_bytes: float = 0.0
     l1_bytes: float = inf
     l2_bytes: float = inf
+    devices: int = 1
 
     @classmethod
     def of(cls, device: Device | None, devices: int) -> FusionEstimate:
@@ -62,7 +64,7 @@ class FusionEstimate:
             return cls()
         tanh_s = TANH_S.get(gpu.compute_capability, inf)
         launch, l1, l2 = LAUNCH_S * device.bytes_per_s, L1_BYTES * gpu.sms, gpu.l2_mib * 2**20
-        return cls(tanh_s * device.bytes_per_s / 2, launch * devices, l1 * devices, l2 * devices)
+        return cls(tanh_s * device.bytes_per_s / 2, launch, l1 * devices, l2 * devices, devices)
 
     def reading(self, size: float, read: float) -> float:
         """Bytes of memory that take as long as `read` bytes of an array of so many: the first time from memory, then from a cache."""
@@ -151,7 +153,8 @@ class FusedResults:
             each = (computing(of(result), n) - reading(value.bytes, n * value.bytes) for result, n in times.items())
             return sum(sorted(each)[-k:])
 
-        written = computing(sources, 1.0) + value.bytes + self.estimate.launch_bytes
+        launch = self.estimate.launch_bytes * (self.estimate.devices if value.shape else 1)
+        written = computing(sources, 1.0) + value.bytes + launch
         if saved(lambda result: sources) <= written:
             return False
         only = read_only_for(self.graph, self.inside, v, sources)
@@ -171,7 +174,7 @@ def _is_elementwise(op: Op, k: int) -> bool:
 
 def _times_read(op: Op, k: int) -> float:
     """How many times an op reads the elements of its operand k."""
-    some = op.traits.broadcast or op.traits.gather or op.traits.reads_part
+    some = not op.ins[k].shape or op.traits.broadcast or op.traits.gather or op.traits.reads_part
     return max(1, op.outs[0].size) / max(1, op.ins[k].size) if some else 1.0
 
 
