@@ -19,7 +19,7 @@ from shardplan.plan.unfused import Kind, UnfusedSoftmax, unfused_softmaxes
 from shardplan.units import format_percent, format_seconds
 
 LEAST_SHARE = 0.1
-"""Part of the step that the products and the ops between them take, from which advice is given."""
+"""Part of the step that the ops between the products take, from which advice is given."""
 
 MOST_DEPTH = 256
 """Largest head that cuDNN's attention takes."""
@@ -36,8 +36,8 @@ class Advice:
         kind: "attention" or "cross-entropy".
         source: the user's line of the softmax, "train.py:41".
         seconds: of a step, that the ops between the products take.
-        share: of the step's predicted seconds.
-        unfused_seconds: the same with the products, at least `LEAST_SHARE` of the step.
+        share: of the step's predicted seconds, at least `LEAST_SHARE`.
+        unfused_seconds: the same with the products.
         fused_seconds: that the fused kernels would take in their place.
         use: the function that gives them.
     """
@@ -70,8 +70,7 @@ def advice(planned: Planned) -> tuple[Advice, ...]:
         if (one := _of(planned, part)) is not None:
             before = found.get((one.kind, one.source))
             found[one.kind, one.source] = one if before is None else _together(before, one)
-    least = LEAST_SHARE * planned.timeline.total_s
-    much = (x for x in found.values() if x.unfused_seconds >= least and x.fused_seconds < x.unfused_seconds)
+    much = (x for x in found.values() if x.share >= LEAST_SHARE and x.fused_seconds < x.unfused_seconds)
     return tuple(sorted(much, key=lambda x: (-x.share, x.source)))
 
 
