@@ -29,8 +29,8 @@ Kind = Literal["attention", "cross-entropy"]
 MASKING = ("select_n", "mul", "div")
 """Primitives that mask or scale exponentials, if nothing else that they read depends on the product, but for a number per row."""
 
-MOST = 0.9
-"""Fraction of the scores that a slice of them has, which what is behind it reads instead."""
+LEAST_PART = 0.9
+"""Part of the scores that a slice has at least to stand for them: that of all positions but the last, from ten positions on."""
 LARGE_VOCABULARY = 4096
 """Words from which a cross-entropy is fused with the product that makes its logits."""
 
@@ -124,7 +124,7 @@ class _Scores:
 
     def _holds_scores(self, shape: Sequence[int]) -> bool:
         """Whether an array is as large as the product's result, or almost: logits of all positions but the last."""
-        return MOST * self.size <= prod(shape) <= self.size
+        return LEAST_PART * self.size <= prod(shape) <= self.size
 
     def _is_fusible(self, i: int) -> bool:
         traits = self.graph.ops[i].traits

@@ -30,7 +30,8 @@ from shardplan.xla_model.kernel_groups import Kernel, Kernels
 LAUNCH_S = 1e-6
 """Seconds that the fusion pass counts for starting a kernel."""
 L1_BYTES = 2048
-"""Bytes per streaming multiprocessor of arrays that it takes to be in its cache."""
+"""Bytes of an array per streaming multiprocessor below which it takes it to be in their caches. XLA's estimates for an H100, of 132,
+are of such reads at 154 KiB and no more at 512 KiB."""
 L1_SPEEDUP, L2_SPEEDUP = 20.0, 2.5
 """How much faster than memory it takes the caches to be."""
 TANH_S = {(9, 0): 2e-12}
@@ -74,6 +75,7 @@ class FusionEstimate:
 
 
 ANY_DEVICE = FusionEstimate()
+"""Where no device is known."""
 
 Uses = dict[Kernel, dict[Hashable, float]]
 """Result -> the places of its kernel at which a value is read on the way to it -> how many times all its elements are read there."""

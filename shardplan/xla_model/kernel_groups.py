@@ -32,7 +32,7 @@ EXPONENTIALS = ("exp", "exp2")
 EXPENSIVE = ("tanh", "atan", "sin", "cos", "pow", "erfc")
 """What costs more to compute again than to write and read (fact: fusion-expensive)."""
 SHORTEST = ("tanh", "atan")
-"""Those that take the least time, `EXPENSIVE_S`."""
+"""Those that take the least time, `fusion_estimate.TANH_S`."""
 Kernel = tuple
 """Group of ops, how many kernels it waits for, whether it updates the state, loop, and the shapes and dims of its reductions."""
 
