@@ -16,8 +16,8 @@ from shardplan.strategies.rules.kernel import unsharded_rule
 
 ATTENTION = Traits(fused_attention=True)
 
-CAUSAL = 2, 3
-"""Values of `MaskType` with a causal mask."""
+CAUSAL, ALIBI = (2, 3), (4,)
+"""Values of `MaskType` with a causal mask, and with a bias that grows with the distance, by the number of the head."""
 
 
 @dataclass(frozen=True)
@@ -57,9 +57,9 @@ class Heads:
         """Sizes of the factors in it."""
         return {"m": self.count(self.key), "g": self.groups} if self.groups > 1 else {}
 
-    def work(self, products: tuple[int, int], causal: bool, window: int | None = None) -> Work:
+    def work(self, products: tuple[int, int], causal: bool, window: int | None = None, pages: int = 1) -> Work:
         """Of so many products over a query's depth and over a value's, of the pairs of queries and keys that masks leave."""
-        keys = self.length(self.value)
+        keys = self.length(self.value) * pages
         pairs = self.query.shape[0] * self.count(self.query) * self.length(self.query) * keys
         seen = min(0.5 if causal else 1.0, window / keys if window else 1.0)
         flops = 2.0 * pairs * seen * (products[0] * self.query.shape[3] + products[1] * self.value.shape[3])
@@ -94,6 +94,11 @@ class Extras:
         """Whether keys and values are pages that tables point into."""
         return 0 not in self.rest[4].shape
 
+    @property
+    def pages(self) -> int:
+        """Pages of values per row of the batch; one where there are no tables."""
+        return self.rest[5].shape[2] if self.paged else 1
+
     def bias_dims(self, heads: Heads) -> Dims:
         """Factors of the bias; a dim of one is shared."""
         names = (("b",), heads.query_heads, ("bt",), ("bs",))
@@ -107,9 +112,9 @@ class Extras:
         return (self.bias_dims(heads), *named)
 
 
-def _free(extras: Extras) -> frozenset[str]:
+def _free(extras: Extras, mask_type) -> frozenset[str]:
     """Factors that shard. Of packed sequences the order of segments depends on the whole batch; gradients would not find theirs."""
-    return frozenset("m") if extras.segments > 1 else frozenset("bm")
+    return frozenset("m" if extras.segments > 1 else "bm") - frozenset("m" if _number(mask_type) in ALIBI else "")
 
 
 def _rule(operands, results, free: frozenset[str], sizes, work: Work, reduce: dict[str, str] | None = None) -> Rule:
@@ -119,9 +124,9 @@ def _rule(operands, results, free: frozenset[str], sizes, work: Work, reduce: di
 
 
 def _queries_keys_values(heads: Heads, extras: Extras | None) -> tuple[Dims, Dims, Dims]:
-    batch = "page" if extras is not None and extras.paged else "b"
+    of_keys, of_values = (("kp", "ks"), ("vp", "vs")) if extras is not None and extras.paged else (("b", "s"),) * 2
     q = heads.tensor("b", "t", heads.query_heads, "h")
-    return q, heads.tensor(batch, "s", ("m",), "h"), heads.tensor(batch, "s", ("m",), "v" if _is_wider(heads) else "h")
+    return q, heads.tensor(*of_keys, ("m",), "h"), heads.tensor(*of_values, ("m",), "v" if _is_wider(heads) else "h")
 
 
 def _is_wider(heads: Heads) -> bool:
@@ -129,6 +134,13 @@ def _is_wider(heads: Heads) -> bool:
 
 
 DROPOUT = "cuDNN's dropout draws by position in the batch, so shards would draw the same masks"
+SCORE_MOD = "its score_mod may depend on positions, which shards would count from their own start"
+PAGED_GRADIENT = "cuDNN has no gradient of pages"
+
+
+def _not_sharded(dropout_rate: float, score_mod) -> str:
+    """Why no factor shards; "" where some do."""
+    return DROPOUT if dropout_rate else SCORE_MOD if score_mod is not None else ""
 
 
 def _statistics(heads: Heads, extras: Extras) -> tuple[Dims, dict[str, int]]:
@@ -138,31 +150,32 @@ def _statistics(heads: Heads, extras: Extras) -> tuple[Dims, dict[str, int]]:
 
 
 @rule("dot_product_attention_fwd_wrapper", traits=ATTENTION)
-def attention_forward(q, k, v, bias, *rest, out, layout, mask_type, dropout_rate, sliding_window_length=None, **_):
-    if dropout_rate:
-        return unsharded_rule((q, k, v, bias, *rest), out, DROPOUT)
+def attention_forward(q, k, v, bias, *rest, out, layout, mask_type, dropout_rate, sliding_window_length=None, score_mod=None, **_):
+    if why := _not_sharded(dropout_rate, score_mod):
+        return unsharded_rule((q, k, v, bias, *rest), out, why)
     heads, extras = Heads(q, k, v, layout == 1), Extras(bias, rest)
     of_q, of_k, of_v = _queries_keys_values(heads, extras)
     of_stats, sizes = _statistics(heads, extras)
     made = (of_q[:-1] + of_v[-1:], of_stats)[: len(out)]
-    work = heads.work(FORWARD, _number(mask_type) in CAUSAL, sliding_window_length)
-    return _rule((of_q, of_k, of_v, *extras.dims(heads)), made, _free(extras), heads.sizes | sizes, work)
+    work = heads.work(FORWARD, _number(mask_type) in CAUSAL, sliding_window_length, extras.pages)
+    return _rule((of_q, of_k, of_v, *extras.dims(heads)), made, _free(extras, mask_type), heads.sizes | sizes, work)
 
 
 @rule("dot_product_attention_bwd_wrapper", traits=ATTENTION)
-def attention_backward(q, k, v, bias, *rest, out, layout, mask_type, dropout_rate, sliding_window_length=None, **_):
-    if dropout_rate:
-        return unsharded_rule((q, k, v, bias, *rest), out, DROPOUT)
+def attention_backward(q, k, v, bias, *rest, out, layout, mask_type, dropout_rate, sliding_window_length=None, score_mod=None, **_):
     heads, extras = Heads(q, k, v, layout == 1), Extras(bias, rest[:6])
+    if why := _not_sharded(dropout_rate, score_mod) or (PAGED_GRADIENT if extras.paged else ""):
+        return unsharded_rule((q, k, v, bias, *rest), out, why)
+    free = _free(extras, mask_type)
     of_q, of_k, of_v = _queries_keys_values(heads, extras)
     of_stats, sizes = _statistics(heads, extras)
     of_out, of_bias = of_q[:-1] + of_v[-1:], extras.bias_dims(heads)
     operands = (of_q, of_k, of_v, *extras.dims(heads), of_stats, of_out, of_out)
-    shared = _free(extras) - set(flat_factors(of_bias)) if len(out) == 4 else ()
+    shared = free - set(flat_factors(of_bias)) if len(out) == 4 else ()
     return _rule(
         operands,
         (of_q, of_k, of_v, of_bias)[: len(out)],
-        _free(extras),
+        free,
         heads.sizes | sizes,
         heads.work(BACKWARD, _number(mask_type) in CAUSAL, sliding_window_length),
         dict.fromkeys(sorted(shared), "sum"),
