@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax._src import core, dispatch, ffi, xla_bridge
 from jax._src import custom_partitioning_sharding_rule as sharding_rules
@@ -49,6 +50,17 @@ def in_current_context(held):
 def call(closed: ClosedJaxpr, args: Sequence) -> list:
     """Results of a closed jaxpr."""
     return core.eval_jaxpr(closed.jaxpr, closed.consts, *args)
+
+
+def traced_on_axes(function: Callable[..., list], shards: Sequence, axes: Mapping[str, int]) -> ClosedJaxpr:
+    """The jaxpr of what a device runs on its shards, where mesh axes of these names and sizes are known."""
+    with core.extend_axis_env_nd(list(axes.items())):
+        return jax.make_jaxpr(function)(*shards)
+
+
+def named_axes(eqn) -> list[str]:
+    """Mesh axes that an equation, or one inside it, names."""
+    return sorted(str(effect.name) for effect in eqn.effects if isinstance(effect, core.NamedAxisEffect))
 
 
 def index_map(function: Callable[..., list], avals: Sequence, like: ClosedJaxpr) -> ClosedJaxpr:

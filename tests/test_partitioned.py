@@ -30,12 +30,45 @@ def partitioned(function, rule, *, moved=lambda s: s, **kinds):
     return call
 
 
+def joined(function, rule, join, **kinds):
+    """The function, its results joined by `join(result, axes)` over the shards of the last dim of its first operand."""
+
+    def partition(mesh, args, result):
+        axes = (*args[0].sharding.spec, *[None] * args[0].ndim)[args[0].ndim - 1]
+        run = (lambda *xs: jax.tree.map(lambda x: join(x, axes), function(*xs))) if axes else function
+        return mesh, run, *(jax.tree.map(lambda x: x.sharding, of) for of in (result, args))
+
+    call = custom_partitioning(function)
+    call.def_partition(partition, sharding_rule=rule, **kinds)
+    return call
+
+
 def softmax(x):
     return jax.nn.softmax(x * 2)
 
 
 def flat(x):
     return x.reshape(x.shape[0], -1)
+
+
+def product(x, w):
+    return x @ w
+
+
+def norm_backward(x, g):
+    """Gradients of a product of every row with a vector, and the vector's, which sums over the rows."""
+    return g * 2, (x * g).sum((0, 1))
+
+
+def rows_joined(x, g):
+    """The same on shards of rows, in a call of its own."""
+    dx, dw = norm_backward(x, g)
+    return dx, jax.jit(lambda x: jax.lax.psum(x, "a"))(dw)
+
+
+def norm_partition(mesh, args, result):
+    run = rows_joined if args[0].sharding.spec[0] else norm_backward
+    return mesh, run, *(jax.tree.map(lambda x: x.sharding, of) for of in (result, args))
 
 
 def array(*shape, seed=0):
@@ -49,10 +82,32 @@ def by_types(mesh, operands, results):
 
 
 X = array(4, 8, 16)
+NORM_BACKWARD = custom_partitioning(norm_backward)
+NORM_BACKWARD.def_partition(norm_partition, sharding_rule="a b i, a b i -> a b i, i")
+
+
+def whole_rows(function, rule=None):
+    """The function; its `partition` shards leading dims as the first operand is sharded, and never the last dim."""
+
+    def partition(mesh, args, result):
+        rows = NamedSharding(mesh, P(*(*args[0].sharding.spec, *[None] * args[0].ndim)[: args[0].ndim - 1]))
+        return mesh, function, jax.tree.map(lambda _: rows, result), (rows, *[NamedSharding(mesh, P())] * (len(args) - 1))
+
+    call = custom_partitioning(function)
+    call.def_partition(partition, sharding_rule=rule)
+    return call
+
+
+REDUCED = {"reduction_factors": ("i",)}
 CASES = {
     "leading dims": (partitioned(softmax, "... i -> ... i", need_replication_factors=("i",)), (X,), "...0 ...1"),
     "made from types": (partitioned(softmax, by_types), (X,), "b0 b1"),
-    "product": (partitioned(lambda x, w: x @ w, "a b i, i j -> a b j", reduction_factors=("i",)), (X, array(16, 8)), "a b j"),
+    "product": (joined(product, "a b i, i j -> a b j", jax.lax.psum, **REDUCED), (X, array(16, 8)), "a b i j"),
+    "product that is not summed": (partitioned(product, "a b i, i j -> a b j", **REDUCED), (X, array(16, 8)), "a b j"),
+    "no rule, rows": (whole_rows(softmax), (X,), "f0 f1"),
+    "no rule, rows of the first operand": (whole_rows(lambda x, w: softmax(x) * w), (X, array(16, seed=1)), "f0 f1"),
+    "maximum": (joined(lambda x: x.max(-1), "a b i -> a b", jax.lax.pmax, **REDUCED), (X,), "a b i"),
+    "summed over rows alone": (NORM_BACKWARD, (X, array(4, 8, 16, seed=1)), "a i"),
     "compound": (partitioned(flat, "a b i -> a (b i)"), (X,), "a b i"),
     "permuted": (partitioned(lambda x: x[:, ::-1], "a b i -> a b i", permutation_factors=("b",)), (X,), "a i"),
     "two results": (partitioned(lambda x: (x + 1, x.sum(-1)), "a b i -> a b i, a b", reduction_factors=("i",)), (X,), "a b"),
@@ -93,6 +148,23 @@ def test_a_planned_step_runs_the_call_on_shards_in_scans_and_gradients(shape, ki
     assert n >= 2 and "CustomSPMDPartitioning" not in step.lower(w, x).as_text()
 
 
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_sums_over_shards_are_the_plans_own(kind):
+    """A bias is added to the complete sum, and a gradient is summed over the rows, once."""
+    times, backward = CASES["product"][0], NORM_BACKWARD
+
+    def step(x, w, scale):
+        y = times(x, w) + 1
+        return backward(x, x * scale)[1] + (y**2).sum()
+
+    mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(kind,) * 2)
+    x, w = array(8, 4, 16), array(16, 16, seed=1)
+    planned, n = on_shards(
+        "custom_partitioning", step, x, w, array(16, seed=2), mesh=mesh, in_shardings=(P("a", None, "b"), P("b"), None)
+    )
+    assert n == 2 and "CustomSPMDPartitioning" not in planned.lower(x, w, array(16)).as_text()
+
+
 def test_operations_are_those_of_the_call():
     fn, args, _ = CASES["product"]
     assert the_rule(fn, *args)[0].flops == 2 * 4 * 8 * 16 * 8
@@ -102,7 +174,27 @@ def without_axes(sharding):
     return NamedSharding(sharding.mesh, P(*[None] * len(sharding.spec)))
 
 
+def last_dim(on_shards, rule="a b i -> a b"):
+    """A sum over the last dim, or what the rule makes of it, with the last dim alone sharded and run so."""
+    function = (lambda x: x.sum(-1)) if rule == "a b i -> a b" else jnp.sin
+
+    def partition(mesh, args, result):
+        return mesh, on_shards, *(jax.tree.map(lambda x: x.sharding, of) for of in (result, args))
+
+    call = custom_partitioning(function)
+    call.def_partition(partition, sharding_rule=rule, need_replication_factors=("a", "b"))
+    return call
+
+
 REFUSED = {
+    "not summed": (last_dim(lambda x: x.sum(-1)), r"does not join results\[0\] over the shards of i"),
+    "goes on": (last_dim(lambda x: jax.lax.psum(x.sum(-1), "i") + 1), "computes add of what it has joined over shards"),
+    "in a loop": (
+        last_dim(lambda x: jax.lax.fori_loop(0, 2, lambda _, y: jax.lax.psum(y, "i"), x.sum(-1))),
+        "runs scan over the shards of i",
+    ),
+    "gathers": (last_dim(lambda x: jax.lax.all_gather(x, "i", axis=2, tiled=True).sum(-1)), "runs all_gather over the shards of i"),
+    "joins shards": (last_dim(lambda x: jax.lax.psum(x, "i"), "a b i -> a b i"), r"joins results\[0\] over shards that the rule keeps"),
     "partition gathers": (partitioned(jnp.sin, "a b i -> a b i", moved=without_axes), "its partition answers"),
     "shapes": (partitioned(lambda x: jnp.zeros((4, 8, 16)), "a b i -> a b i"), "its lower_fn makes float32"),
     "no rule": (partitioned(jnp.sin, None), "it has no sharding_rule"),

@@ -67,7 +67,7 @@ def tuples(text, **sizes):
     return SdyShardingRule(tuple(left), tuple(right), **sizes)
 
 
-# ---- every rule, at shapes as its primitive has them: what of it may be sharded
+# ---- every rule, at shapes as its primitive has them: what operands and results share of it and may be sharded
 
 BLOCK = 32
 RULES = {
@@ -183,8 +183,8 @@ def test_every_rule_is_read(case):
     given, ins, out, free = RULES[case]
     params = {"sharding_rule": given if not isinstance(given, str) else lambda mesh, *types: given, "static_args": ()}
     rule = stated_rule(params, avals(ins), avals(out))
-    factors = {a for dims in rule.operands + rule.results for d in dims for a in d}
-    assert factors - rule.replicated == set(free.split())
+    read, made = ({a for dims in of for d in dims for a in d} for of in (rule.operands, rule.results))
+    assert (read & made) - rule.replicated == set(free.split()) and made - read <= rule.replicated
     for dims, x in zip(rule.operands + rule.results, avals(ins) + avals(out), strict=True):
         assert tuple(math.prod(rule.sizes[a] for a in d) for d in dims) == x.shape
 
@@ -217,6 +217,19 @@ def product(lhs, lhs_scale, rhs, rhs_scale, bias, alpha, beta):
     return alpha * lhs_scale * rhs_scale * (lhs @ rhs)
 
 
+def summed_product(rule):
+    """The call; its `partition` adds up products of parts of a contracted dim."""
+
+    def partition(mesh, args, result):
+        axes = args[2].sharding.spec[0]
+        run = (lambda *xs: jax.lax.psum(product(*xs), axes)) if axes else product
+        return mesh, run, *(jax.tree.map(lambda x: x.sharding, of) for of in (result, args))
+
+    call = custom_partitioning(product)
+    call.def_partition(partition, sharding_rule=rule)
+    return call
+
+
 def auxiliary(probs, counts):
     return (probs.sum(0) * counts).sum(), jnp.zeros(1)
 
@@ -229,9 +242,9 @@ CALLS = {
     "activation": (called(activation, RULES["activation"][0]), (array(2, 16, 2, 64), ONE, ONE), "x_0 x_1 x_2"),
     "quantize": (called(quantized, BLOCKS), (array(2, 16, 128),), "x_0 x_1 x_2"),
     "product": (
-        called(product, RULES["product"][0]),
+        summed_product(RULES["product"][0]),
         (X, ONE, array(64, 32, seed=3), ONE, jnp.zeros(0), ONE, ONE),
-        "lhs_l0 lhs_l1 rhs_l0",
+        "lhs_l0 lhs_l1 k0 rhs_l0",
     ),
 }
 
@@ -250,7 +263,7 @@ def test_a_loss_over_all_tokens_is_replicated():
     probs, counts = array(32, 8), array(8, seed=1)
     mesh = jax.make_mesh((8,), ("a",), axis_types=(AxisType.Auto,))
     step = shardplan.auto(mesh, cluster=NEAR)(called(auxiliary, RULES["auxiliary loss"][0]))
-    with pytest.warns(ShardingWarning, match=r"'custom_partitioning'[\s\S]*its sharding_rule has no factor that shards"):
+    with pytest.warns(ShardingWarning, match=r"'custom_partitioning'[\s\S]*does not join results\[0\] over the shards of num_tokens"):
         got = step(probs, counts)
     assert difference(got[0], auxiliary(probs, counts)[0]) is None
 

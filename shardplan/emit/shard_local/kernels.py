@@ -12,13 +12,12 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import jax
-
 from shardplan import _jax, _jax_kernels
 from shardplan.strategies.kernel.grid import KernelDim, KernelGrid, kernel_grid
+from shardplan.strategies.kernel.partition import refusal, run_shards
 from shardplan.strategies.rule import Rule, factor_sizes
 from shardplan.strategies.rules import foreign, rule_for
-from shardplan.strategies.rules.partitioned import lower_fn, refusal, stated_rule
+from shardplan.strategies.rules.partitioned import stated_rule
 
 
 def pallas_call(eqn, shards: Sequence, counts: Mapping[str, int]) -> list:
@@ -121,13 +120,12 @@ def foreign_call(eqn, shards: Sequence, counts: Mapping[str, int]) -> list:
 
 
 def partitioned(eqn, shards: Sequence, counts: Mapping[str, int]) -> list:
-    """Results of a `custom_partitioning` call: those of its `lower_fn` for these shards; without sharded factors, those of the call."""
+    """Results of a `custom_partitioning` call: its `lower_fn`'s before it joins them; without sharded factors, those of the call."""
     if not counts:
         whole: Any = _jax_kernels.in_current_context(eqn.params["call"])
         return _jax_kernels.call(whole, shards)
     rule, ins, outs = _rule(eqn)
-    run = lower_fn(eqn.params, rule, ins, outs, counts)
-    return jax.tree.leaves(run(*eqn.params["in_tree"].unflatten(shards)))
+    return run_shards(eqn.params, rule, ins, outs, counts, shards)
 
 
 def runs(eqn, counts: Mapping[str, int]) -> bool:

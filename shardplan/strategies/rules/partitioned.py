@@ -1,53 +1,65 @@
 """How a `custom_partitioning` call may be sharded: as its Shardy rule says, along the factors that its `partition` really serves.
 
-    sharding_rule="... i, i j -> ... j", reduction_factors=("i",)        ...0 i, i j -> ...0 j    replicated i
+    sharding_rule="... i, i j -> ... j", reduction_factors=("i",)        ...0 i, i j -> ...0 j    reduce i
 
-Every factor is asked for alone: `partition` has to answer with the shardings it was asked for, and its `lower_fn` has to take shards
-to shards, without a collective.
+Every factor is asked for alone. A call without a rule has those of a few likely ones that it serves.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
-
-import jax
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from shardplan import _jax_kernels
 from shardplan.ir.traits import Traits
 from shardplan.strategies.kernel.count import program_flops
+from shardplan.strategies.kernel.partition import answer, first_line, joins
 from shardplan.strategies.rule import Dims, Rule, flat_factors, rule
 from shardplan.strategies.rules.kernel import unsharded_rule
 
 
 @rule(traits=Traits(shapes_in_params=True))
 def custom_partitioning(*ins, out, **params):
-    if params["sharding_rule"] is None:
-        return unsharded_rule(ins, out, "it has no sharding_rule; its def_partition takes one")
     try:
         found = stated_rule(params, ins, out)
     except Exception as error:  # of whichever kind: a callable rule is the user's code
         return unsharded_rule(ins, out, f"its sharding_rule does not fit: {error}")
-    names = [a for a in dict.fromkeys(flat_factors(*found.operands)) if a not in found.replicated]
-    answers = {a: refusal(params, found, ins, out, {a: _smallest_divisor(found.sizes[a])}) for a in names}
-    free = frozenset(a for a, why in answers.items() if not why)
+    reduce: dict[str, str] = {}
+    refused: dict[str, str] = {}
+    for a in dict.fromkeys(flat_factors(*found.operands)):
+        if a not in found.replicated:
+            try:
+                reduce |= joins(params, found, ins, out, {a: _smallest_divisor(found.sizes[a])})
+            except Exception as error:  # of whichever kind: it is the user's code
+                refused[a] = first_line(error)
+    free = frozenset(flat_factors(*found.operands)) - found.replicated - refused.keys()
     if not free:
-        why = "; ".join(f"factor {a}: {why}" for a, why in answers.items()) or "its sharding_rule has no factor that shards"
+        why = "; ".join(f"factor {a}: {why}" for a, why in refused.items()) or NO_RULE[params["sharding_rule"] is None]
         return unsharded_rule(ins, out, why)
     flops = program_flops(params["call"].jaxpr)
-    return replace(found, replicated=frozenset(found.sizes) - free, shard_local=free, flops=flops)
+    return replace(found, reduce=reduce, replicated=frozenset(found.sizes) - free, shard_local=free, flops=flops)
+
+
+NO_RULE = (
+    "its sharding_rule has no factor that shards",
+    "it has no sharding_rule, which def_partition takes, and its partition does not tell which shardings it serves",
+)
 
 
 def stated_rule(params: Mapping[str, Any], ins, out) -> Rule:
-    """What the `sharding_rule` of a call states, whatever its `partition` serves; raises what a rule made from types raises."""
+    """What the `sharding_rule` of a call states, whatever its `partition` serves; raises what a rule made from types raises.
+
+    Without a rule, what its `partition` answers to likely shardings.
+    """
+    if params["sharding_rule"] is None:
+        return answered_rule(params, ins, out)
     return shardy_rule(_jax_kernels.sharding_rule(params, ins, out), ins, out)
 
 
 def shardy_rule(given, ins, out) -> Rule:
-    """A `SdyShardingRule` at these shapes; what only operands or only results have, is reduced or permuted, needs replication.
+    """A `SdyShardingRule` at these shapes; what only results have, or is permuted, needs replication.
 
     Raises:
         ValueError: it names other tensors or ranks than there are.
@@ -67,10 +79,10 @@ def shardy_rule(given, ins, out) -> Rule:
     operands, results = tuple(kept[: len(ins)]), tuple(kept[len(ins) :])
     left, right = set(flat_factors(*operands)), set(flat_factors(*results))
     sizes = {a: n for a, n in sizes.items() if a in left | right}
-    special = {*given.reduction_factors, *given.need_replication_factors, *given.permutation_factors}
+    special = {*given.need_replication_factors, *given.permutation_factors}
     twice = {a for dims in kept for a in flat_factors(dims) if flat_factors(dims).count(a) > 1}
     empty = {a for a, n in sizes.items() if n == 0}
-    return Rule(operands, results, replicated=frozenset((left ^ right) | twice | empty | special & (left | right)), sizes=sizes)
+    return Rule(operands, results, replicated=frozenset((right - left) | twice | empty | special & (left | right)), sizes=sizes)
 
 
 def _dims(mapping: Sequence, shape: tuple[int, ...]) -> Dims:
@@ -97,76 +109,60 @@ def _smallest_divisor(n: int) -> int:
     return next((k for k in range(2, math.isqrt(n) + 1) if n % k == 0), n)
 
 
-# ---- what `partition` answers
+# ---- calls without a rule
 
 
-@dataclass(frozen=True)
-class AskedShardings:
-    """Shardings asked of a `partition`: one mesh axis, of the factor's name, per sharded factor."""
+def answered_rule(params: Mapping[str, Any], ins, out) -> Rule:
+    """Factors that the `partition` of a call without a rule serves, as it answers to the shardings of `_likely`.
 
-    mesh: AbstractMesh
-    operands: list[NamedSharding]
-    results: list[NamedSharding]
-
-    @classmethod
-    def of(cls, rule: Rule, counts: Mapping[str, int]) -> AskedShardings:
-        """With so many shards per factor."""
-        axes = tuple(counts)
-        mesh = AbstractMesh(tuple(counts.values()), axes, axis_types=(AxisType.Auto,) * len(axes))
-        sides = [[NamedSharding(mesh, _spec(dims, counts)) for dims in side] for side in (rule.operands, rule.results)]
-        return cls(mesh, *sides)
-
-
-def _spec(dims: Dims, counts: Mapping[str, int]) -> PartitionSpec:
-    found = (tuple(a for a in dim if a in counts) for dim in dims)
-    return PartitionSpec(*(of[0] if len(of) == 1 else of or None for of in found))
-
-
-def lower_fn(params: Mapping[str, Any], rule: Rule, ins, out, counts: Mapping[str, int]):
-    """What a device runs with so many shards per factor: a function of shards of the operands, in the call's own tree.
-
-    Raises:
-        ValueError: `partition` answers with other shardings than it was asked for.
+    A `partition` that answers whatever it is asked for tells nothing: it may rely on what the step shards. None of its factors shards.
     """
-    asked = AskedShardings.of(rule, counts)
-    sides = zip((ins, out), (asked.operands, asked.results), (params["in_tree"], params["out_tree"]), strict=True)
-    types = [
-        tree.unflatten([jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s) for x, s in zip(xs, of, strict=True)])
-        for xs, of, tree in sides
-    ]
-    _, run, results, operands = params["partition"](*params["static_args"], asked.mesh, *types)
-    pairs = ((params["in_tree"], operands, asked.operands), (params["out_tree"], results, asked.results))
-    for tree, answer, wanted in pairs:
-        for got, want in zip(tree.flatten_up_to(answer), wanted, strict=True):
-            if not isinstance(got, NamedSharding) or _entries(got, want) != _entries(want, want):
-                raise ValueError(f"its partition answers {getattr(got, 'spec', got)} where {want.spec} is asked for")
-    return run
+    tensors = (*ins, *out)
+    factors: list[frozenset[Place]] = []
+    changes = False
+    for k, d in ((k, d) for k, x in enumerate(ins) for d, n in enumerate(x.shape) if n > 1):
+        for asked in _likely(tensors, len(ins), (k, d)):
+            if any((k, d) in of for of in factors):
+                break
+            try:
+                found = _answered(params, ins, out, asked)
+                changes |= found != asked
+                sizes = {tensors[t].shape[i] for t, i in found}
+                if (k, d) in found and len(sizes) == 1 and not any(found & of for of in factors):
+                    joins(params, _rule_of(ins, out, [found]), ins, out, {"f0": _smallest_divisor(tensors[k].shape[d])})
+                    factors.append(found)
+            except Exception:  # of whichever kind: it is the user's code
+                continue
+    return _rule_of(ins, out, factors if changes else [])
 
 
-def _entries(sharding: NamedSharding, like: NamedSharding) -> tuple:
-    spec = tuple(sharding.spec)
-    spec += (None,) * (len(like.spec) - len(spec))
-    return tuple((d,) if isinstance(d, str) else d or None for d in spec)
+Place = tuple[int, int]
+"""Number of a tensor, operands before results, and of a dim."""
 
 
-def refusal(params: Mapping[str, Any], rule: Rule, ins, out, counts: Mapping[str, int]) -> str:
-    """Why a call cannot run with so many shards per factor; "" if it can."""
-    try:
-        run = lower_fn(params, rule, ins, out, counts)
-        shards = [jax.ShapeDtypeStruct(s, x.dtype) for s, x in zip(local_shapes(rule.operands, ins, counts), ins, strict=True)]
-        made = jax.tree.leaves(jax.eval_shape(run, *params["in_tree"].unflatten(shards)))
-    except Exception as error:  # of whichever kind: it is the user's code
-        return str(error).split("\n")[0]
-    wanted = [(s, x.dtype) for s, x in zip(local_shapes(rule.results, out, counts), out, strict=True)]
-    got = [(tuple(x.shape), x.dtype) for x in made]
-    return "" if got == wanted else f"its lower_fn makes {_text(got)} of shards where the rule has {_text(wanted)}"
+def _likely(tensors: Sequence, n_operands: int, place: Place) -> Iterator[frozenset[Place]]:
+    """Dims that may shard together with an operand's dim: those at its place from the front, from the back, in all operands; none."""
+    k, d = place
+    n, back = tensors[k].shape[d], d - len(tensors[k].shape)
+    equal = [(t, i, i - len(x.shape)) for t, x in enumerate(tensors) for i, m in enumerate(x.shape) if m == n]
+    yield frozenset((t, i) for t, i, _ in equal if i == d)
+    yield frozenset((t, i) for t, i, at in equal if at == back)
+    firsts = {t: i for t, i, _ in reversed(equal) if t < n_operands and t != k}
+    yield frozenset({place, *firsts.items()})
+    yield frozenset({place})
 
 
-def _text(types) -> str:
-    return ", ".join(f"{dtype}{list(shape)}" for shape, dtype in types)
+def _answered(params: Mapping[str, Any], ins, out, asked: frozenset[Place]) -> frozenset[Place]:
+    """The dims that a `partition` answers to shard, asked to shard these."""
+    k, d = min(asked)
+    _, specs, _ = answer(params, _rule_of(ins, out, [asked]), ins, out, {"f0": _smallest_divisor((*ins, *out)[k].shape[d])})
+    return frozenset((t, i) for t, spec in enumerate(specs) for i, axes in enumerate(spec or ()) if axes)
 
 
-def local_shapes(tensors: Sequence[Dims], avals, counts: Mapping[str, int]) -> list[tuple[int, ...]]:
-    """Shapes of the shards of tensors."""
-    of = zip(tensors, avals, strict=True)
-    return [tuple(n // math.prod(counts.get(a, 1) for a in d) for d, n in zip(dims, x.shape, strict=True)) for dims, x in of]
+def _rule_of(ins, out, factors: Sequence[frozenset[Place]]) -> Rule:
+    """A rule of factors f0, f1, ... at these dims; every other dim needs replication."""
+    names = {place: f"f{n}" for n, of in enumerate(factors) for place in of}
+    tensors = [tuple((names.get((t, i), f"x{t}_{i}"),) for i in range(len(x.shape))) for t, x in enumerate((*ins, *out))]
+    sizes = {dims[i][0]: n for dims, x in zip(tensors, (*ins, *out), strict=True) for i, n in enumerate(x.shape)}
+    operands, results = tuple(tensors[: len(ins)]), tuple(tensors[len(ins) :])
+    return Rule(operands, results, replicated=frozenset(sizes.keys() - set(names.values())), sizes=sizes)
