@@ -105,6 +105,8 @@ PARTITIONED = frozenset(
 """Primitives that ask for devices when lowered, unless under a `shard_map` over all axes."""
 CALLBACKS = frozenset(p for p in dispatch.prim_requires_devices_during_lowering if p.name in ("pure_callback", "io_callback"))
 """Primitives that ask for devices to name the one whose process calls back: where none is named, it is the first."""
+PRINTS = frozenset({"debug_print", "debug_callback"})
+"""Names of the primitives of `jax.debug`."""
 
 
 def asks_for_mesh(eqn) -> bool:

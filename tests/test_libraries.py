@@ -125,6 +125,21 @@ def test_equinoxs_loops_under_vmap_and_prints_are_sharded_without_a_warning():
     assert {"unvmap_any", "nonbatchable", "debug_print"} <= {op.primitive for op in plan.context.planned.graph.ops}
 
 
+def test_a_print_that_gathers_an_array_is_warned_of():
+    def step(x, whole):
+        y = jnp.sin(x)
+        jax.debug.print("{y}", y=y if whole else y[0])
+        return y
+
+    planned = shardplan.auto(MESH, pins={"x": jax.P("data")}, cluster="h100", static_argnums=1)(step)
+    x = jax.ShapeDtypeStruct((2**20, 4096), "float32")
+    with pytest.warns(ShardingWarning, match=r"'debug_print' at test_libraries.py:\d+ .*\n  why: the host prints all of it\n.* a slice"):
+        planned.plan(x, True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ShardingWarning)
+        planned.plan(x, False)
+
+
 def test_what_equinox_writes_in_loops_under_vmap_is_sharded_with_the_same_numbers():
     """`kind="checkpointed"` writes into buffers by a primitive that is batched by its implementation."""
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))

@@ -18,6 +18,7 @@ CALLBACK_WAY = (
     "put what computes under jax.shard_map; checks may stay as they are (those of equinox.error_if: EQX_ON_ERROR=nan drops them)"
 )
 """Way out for Python functions that a step calls on the host."""
+PRINT_WAY = "print a sum, or a slice, of it"
 
 
 def warn_of_unknown(plan: Plan) -> None:
@@ -44,8 +45,9 @@ def warn_of_unknown(plan: Plan) -> None:
             found, why = f"no strategy splits {primitive!r} at {where} over all mesh axes", why.removeprefix(IN_PART)
         why = f"\n  why: {why}" if why else ""
         calls_back = any(primitive == p.name for p in _jax_kernels.CALLBACKS)
+        way = CALLBACK_WAY if calls_back else PRINT_WAY if primitive in _jax_kernels.PRINTS else "shardplan.register_rule"
         warn(
             f"{found}, {share} of the step on every device "
             f"({format_seconds(compute_s)} of compute, {format_seconds(gather_s)} of resharding its operands).{why}\n"
-            f"  way out: {CALLBACK_WAY if calls_back else 'shardplan.register_rule'}"
+            f"  way out: {way}"
         )

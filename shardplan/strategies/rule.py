@@ -58,7 +58,7 @@ class Rule:
         attention: of an attention kernel, what decides how fast these operations are.
         bytes: that the whole op reads and writes, where a kernel states them; None means every operand and result once.
         unsharded: why no factor could be derived, for an op whose own description was looked at; "" otherwise.
-        stopped: of an op that has others, why some factors cannot be sharded; "" if there are none such.
+        stopped: of an op with a rule, why some factors cannot be sharded, where the step can do something about it; "" otherwise.
     """
 
     operands: tuple[Dims, ...]
