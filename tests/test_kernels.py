@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 from clusters import NEAR
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas import tpu as pltpu
+from jax.experimental.pallas import triton as pltriton
 from jax.experimental.pallas.ops.gpu import attention
 from jax.sharding import AxisType
 
@@ -17,6 +19,8 @@ from shardplan._jax import equations
 from shardplan.strategies.rule import RuleError
 from shardplan.strategies.rules import rule_for
 from shardplan.testing import check_rule, difference
+from shardplan.xla import available
+from shardplan.xla.compiler._backend import lower
 
 F32 = jnp.float32
 
@@ -227,10 +231,10 @@ def test_a_shard_gets_its_part_of_grid_shapes_and_cost():
     assert found["cost_estimate"].flops == 160 and found["cost_estimate"].bytes_accessed == 1024
 
 
-def attend(params, x):
+def attend(params, x, interpret=True):
     q, k, v = (jnp.einsum("bsd,dhe->bshe", x, params[n]) for n in "qkv")
-    sizes = attention.BlockSizes(16, 16, 16, 16, 16, 16)
-    return (attention.mha(q, k, v, None, causal=True, interpret=True, block_sizes=sizes) ** 2).mean()
+    sizes = attention.BlockSizes(*[16 if interpret else 64] * 6)
+    return (attention.mha(q, k, v, None, causal=True, interpret=interpret, block_sizes=sizes) ** 2).mean()
 
 
 def train(params, x):
@@ -251,3 +255,43 @@ def test_fused_attention_runs_on_its_batch_and_heads_with_the_same_numbers(shape
     assert len(kernels) == 3 and all(math.prod(mesh.shape[a] for a in d.strategy) == 8 for d in kernels)
     for got, want in zip(jax.tree.leaves(step(PARAMS, x)), jax.tree.leaves(jax.jit(train)(PARAMS, x)), strict=True):
         assert difference(got, want) is None
+
+
+def doubled_product(params):
+    """A kernel in blocks of 128, in the language of these compiler parameters."""
+
+    def step(w, x):
+        y = x @ w
+        block = pl.BlockSpec((128, 128), lambda i, j: (i, j))
+        twice = pl.pallas_call(
+            double, y, grid=(y.shape[0] // 128, y.shape[1] // 128), in_specs=[block], out_specs=block, compiler_params=params
+        )
+        return twice(y).sum(0)
+
+    return step, jax.ShapeDtypeStruct((4096, 4096), F32), jax.ShapeDtypeStruct((4096, 4096), F32)
+
+
+COMPILED = {
+    "Triton": (*doubled_product(pltriton.CompilerParams()), "__gpu$xla.gpu.triton"),
+    "Mosaic GPU": (*doubled_product(plgpu.CompilerParams()), "mosaic_gpu"),
+    "attention and its gradient": (
+        jax.value_and_grad(lambda w, x: attend(w, x, interpret=False)),
+        {n: jax.ShapeDtypeStruct((1024, 16, 64), "bfloat16") for n in "qkv"},
+        jax.ShapeDtypeStruct((8, 512, 1024), "bfloat16"),
+        "__gpu$xla.gpu.triton",
+    ),
+}
+"""A step, its arguments, and part of the name of the custom call that its kernel is lowered to."""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not available(), reason='needs pip install "shardplan[gpu-check]"')
+@pytest.mark.parametrize("case", COMPILED)
+def test_kernels_compile_for_absent_gpus_on_shards_as_planned(case):
+    step, w, x, called = COMPILED[case]
+    planned = shardplan.auto(jax.sharding.AbstractMesh((2, 4), ("x", "y")), cluster="h100")(step)
+    kernels = [d for d in planned.plan(w, x).decisions if d.primitive == "pallas_call"]
+    assert kernels and all(len(d.strategy) == 2 for d in kernels)
+    assert called in lower(planned, w, x, platform="cuda").as_text()
+    report = planned.check(w, x, target="h100:8")
+    assert report.ok and report.collectives_ratio == pytest.approx(1, abs=0.02) and report.flops_ratio == pytest.approx(1, abs=0.01)

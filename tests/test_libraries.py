@@ -133,7 +133,9 @@ def test_a_print_that_gathers_an_array_is_warned_of():
 
     planned = shardplan.auto(MESH, pins={"x": jax.P("data")}, cluster="h100", static_argnums=1)(step)
     x = jax.ShapeDtypeStruct((2**20, 4096), "float32")
-    with pytest.warns(ShardingWarning, match=r"'debug_print' at test_libraries.py:\d+ .*\n  why: the host prints all of it\n.* a slice"):
+    with pytest.warns(
+        ShardingWarning, match=r"'debug_print' at test_libraries.py:\d+ .*\n  why: the host prints all of it\n.* a slice"
+    ):
         planned.plan(x, True)
     with warnings.catch_warnings():
         warnings.simplefilter("error", ShardingWarning)

@@ -15,6 +15,7 @@ from shardplan import ShardingWarning
 from shardplan._jax import equations
 from shardplan.strategies.rules import rule_for
 from shardplan.testing import check_rule, difference
+from shardplan.xla import available
 
 pytestmark = pytest.mark.usefixtures("first_plan")
 
@@ -209,3 +210,24 @@ def test_what_cannot_be_shown_runs_replicated_and_the_warning_names_the_cause(ca
     with pytest.warns(ShardingWarning, match=r"no rule for primitive 'custom_partitioning'[\s\S]*" + why):
         got = shardplan.auto(mesh, cluster=NEAR)(lambda x: fn(x + 1))(X)
     assert difference(got, fn.fun(X + 1)) is None
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not available(), reason='needs pip install "shardplan[gpu-check]"')
+@pytest.mark.parametrize("case", ["leading dims", "product", "no rule, rows"])
+def test_calls_compile_for_absent_gpus_on_shards_as_planned(case):
+    """With the last dim of the first operand sharded where it may be: products of parts are summed."""
+    fn, args, free = CASES[case]
+    shapes = [jax.ShapeDtypeStruct((*x.shape[:-2], 2048, 4096), "float32") for x in args]
+    pinned = P("b", None, "a") if "i" in free.split() else P("b", "a")
+    planned = shardplan.auto(
+        jax.sharding.AbstractMesh((2, 4), ("a", "b")), cluster="h100", in_shardings=(pinned, *[None] * (len(args) - 1))
+    )
+
+    def step(x, *rest):
+        return fn(x, *(jnp.concatenate([w, w]) for w in rest)).sum(1)
+
+    planned = planned(step)
+    (call,) = [d for d in planned.plan(*shapes).decisions if d.primitive == "custom_partitioning"]
+    report = planned.check(*shapes, target="h100:8")
+    assert len(call.strategy) == 2 and report.ok and report.collectives_ratio == pytest.approx(1, abs=0.02)
