@@ -52,3 +52,33 @@ def test_xla_scatters_the_rows_of_a_sharded_table_as_planned():
     assert not found.of("dearer") and not found.of("unplanned") and found.ratio > 0.98, str(found)
     emitted = {(m.collective.kind, m.collective.bytes) for f in found.findings for m in f.emitted}
     assert ("reduce-scatter", 4 * 32 * 256 * 512) in emitted
+
+
+def table_step(table, w, ids):
+    """The gradient of a lookup, on top of what the loss adds to it elsewhere."""
+    return jax.grad(lambda table: ((table[ids] @ w) ** 2).sum() + (table[:4] ** 3).sum())(table)
+
+
+ROWS, IN_OTHER_ORDER = P(("data", "model")), P(("model", "data"))
+
+
+@pytest.mark.parametrize(("ids", "outs"), [(IN_OTHER_ORDER, ROWS), (ROWS, IN_OTHER_ORDER), (IN_OTHER_ORDER, IN_OTHER_ORDER)], ids=str)
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=lambda k: k.name)
+def test_rows_are_added_up_in_whichever_order_axes_shard_them_and_the_table(ids, outs, kind):
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(kind,) * 2)
+    random = np.random.default_rng(0)
+    table, w = (random.normal(size=shape).astype("float32") for shape in ((32, 8), (8, 8)))
+    where = random.integers(0, 32, (16, 6)).astype("int32")
+    step = shardplan.auto(mesh, cluster="h100", pins={"ids": ids}, out_shardings=outs)(table_step)
+    np.testing.assert_allclose(step(table, w, where), table_step(table, w, where), rtol=2e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not available(), reason='needs pip install "shardplan[gpu-check]"')
+@pytest.mark.parametrize("ids", [ROWS, IN_OTHER_ORDER], ids=str)
+def test_xla_scatters_the_gradient_of_a_table_in_whichever_order_axes_shard_its_rows(ids):
+    args = sds((4096, 512), jnp.float32), sds((512, 512), jnp.float32), sds((256, 256), jnp.int32)
+    auto = shardplan.auto(AbstractMesh((2, 4), **AXES), cluster="h100", pins={"table": P(), "w": P(), "ids": ids}, out_shardings=ROWS)
+    found = auto(lambda table, w, ids: jax.grad(lambda table: ((table[ids] @ w) ** 2).sum())(table)).check(*args, target="h100:8")
+    assert found.collectives_ratio == pytest.approx(1, abs=0.01)
+    assert {m.collective.kind for f in found.comparison.findings for m in f.emitted if m.collective.bytes > 1e6} == {"reduce-scatter"}

@@ -98,6 +98,16 @@ def test_gradients_of_max_pooling_in_half_precision_are_gathered(dtype, gathered
     assert len([x for x in found if x.startswith("all-gather over data")]) == len(found) == gathered
 
 
+@pytest.mark.parametrize(("rows", "kind"), [(("data", "model"), "reduce-scatter"), (("model", "data"), "all-reduce")])
+def test_scattered_updates_are_summed_in_the_order_of_their_axes(rows, kind):
+    def fn(updates, ids):
+        summed = constrain(jnp.zeros((4096, D)).at[ids].add(updates), s())
+        return constrain(summed, s(("data", "model"))) * 2
+
+    found = emitted(fn, a(B, D), a(B, dtype=jnp.int32), ins=(s(rows), s(rows)), outs=s(("data", "model")))
+    assert [x.partition(" ")[0] for x in found] == [kind]
+
+
 def test_a_partial_result_over_two_axes_to_two_dims_is_all_reduced():
     assert partial_to(("data", "model")) == ["all-reduce over data,model: f32[512,1024]"]
 

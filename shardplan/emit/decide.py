@@ -100,11 +100,12 @@ class _Decided:
         op = self.graph.ops[i]
         factors = self.space.strategies[i].factors[self.strategies[i]]
         local = op.traits.runs_on_shards or not self.space.rules[i].shard_local.isdisjoint(factors)  # all its layouts are decided
-        local = local or (bool(op.traits.scatter) and self.may_split_unevenly(op.ins[2].shape))
+        sum_order = self.sum_order(i)
+        local = local or (bool(op.traits.scatter) and self.may_split_unevenly(op.ins[2].shape)) or bool(sum_order)
         copies = tuple(self.copy_number(i, v) for v in op.inputs)
         reads = tuple(self.read(i, k, v, copies[k], local) for k, v in enumerate(op.inputs))
         results = tuple(self.result(i, v, local) for v in op.outputs)
-        return EmitDecision(reads, results, copies if any(copies) else ())
+        return EmitDecision(reads, results, copies if any(copies) else (), sum_order)
 
     def may_split_unevenly(self, shape: tuple[int, ...]) -> bool:
         """Whether XLA could shard the updates of a scatter in unequal blocks unasked, and add what it fills them up with.
@@ -208,6 +209,22 @@ class _Decided:
         return any(not op.traits.step_output and op.phase != "update" for op in readers)
 
     # ---- ops that XLA would shard otherwise
+
+    def sum_order(self, i: int) -> tuple[str, ...]:
+        """The axes over which a scatter-add sums, in the order in which a reader shards a dim of the sum, if that is not the op's own.
+
+        XLA sums over devices in the order in which the updates are sharded, and all-reduces where the shards of the sum lie in
+        another one (fact: partition-scatter-in-one-order).
+        """
+        if self.graph.ops[i].traits.scatter != "add":
+            return ()
+        (v,) = self.graph.ops[i].outputs
+        axes = self.layout(v).partial_axes
+        own = tuple(a for a in self.space.strategies[i].orders[self.strategies[i]] if a in axes)
+        paths = (self.reshard_path(j, k, self.operand_layout(j, k)) for j, k in self.graph.values[v].consumers)
+        read = {tuple(a for a in dim if a in axes) for path in paths for layout in path for dim in layout.dims}
+        wanted = sorted(x for x in read if len(x) == len(own) > 1)
+        return wanted[0] if wanted and own not in wanted else ()
 
     def is_scalar_broadcast(self, i: int) -> bool:
         """Whether op i is a broadcast scalar, or that as a loop's constant: XLA makes it where it is read, in any layout.

@@ -30,11 +30,14 @@ class EmitDecision:
         copies: per operand, which copy of the array it reads: 0 the first; n > 0 the one that is regathered after n were freed, of a
             recomputed layer's operand behind its barrier; BARRIER the first, behind an optimization barrier, so that XLA does not fuse
             its readers; () is all 0.
+        sum_order: mesh axes over which devices sum what they scatter, in the order in which a reader shards the sum; () where the
+            op has them in that order.
     """
 
     reads: tuple[tuple[Layout, ...], ...] = ()
     results: tuple[Layout | None, ...] = ()
     copies: tuple[int, ...] = ()
+    sum_order: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:
         return any(self.reads) or any(r is not None for r in self.results) or any(self.copies)
@@ -181,7 +184,7 @@ class _Scope:
             operands = self.operands(where, operands)
         layouts = [reads[-1] if reads else None for reads in decision.reads or [()] * len(operands)]
         placed = _jax.is_placement(eqn) and decision.results[0] is not None  # the plan says where instead
-        results = operands if placed else forms.run(eqn, operands, layouts, decision.results, self.mesh)
+        results = operands if placed else forms.run(eqn, operands, layouts, decision.results, self.mesh, decision.sum_order)
         with _jax.at_source(eqn):
             return [self.result(where, r, x) for r, x in enumerate(results)]
 

@@ -197,11 +197,34 @@ def _summed(rule: Rule, axes: FactorAxes) -> tuple[tuple[str, str], ...]:
     return tuple((axis, kind) for a, kind in rule.reduce.items() for axis in axes.get(a, ()))
 
 
+def scattered_sum(eqn, operands: Layouts, order: Sequence[str], sizes: Mapping[str, int]) -> LocalOp | None:
+    """A scatter-add of a device's own updates, to be summed over these axes; one device adds to the operand, the others to zeros."""
+    found = shard_factors(eqn, (*operands, None), sizes)
+    if found is None:
+        return None
+    rule, axes, _ = found
+    dims = tuple(axes.get(dim[0], ()) if len(dim) == 1 else () for dim in rule.results[0])
+
+    def run(x, *others):
+        first = jnp.all(jnp.stack([jax.lax.axis_index(a) == 0 for a in order]))
+        return _jax.bind(eqn, (jnp.where(first, x, jnp.zeros((), x.dtype)), *others), context=False)
+
+    return run, (Layout(dims, tuple((axis, "sum") for axis in order)),)
+
+
 # ---- one equation
 
 
-def run(eqn, values: Sequence, operands: Layouts, results: Layouts, mesh) -> list:
-    """The results of one equation, run on shards where that is better; `mesh` has axes of type Auto."""
+def run(eqn, values: Sequence, operands: Layouts, results: Layouts, mesh, sum_order: Sequence[str] = ()) -> list:
+    """The results of one equation, run on shards where that is better.
+
+    Args:
+        eqn: the equation.
+        values: its operands.
+        operands, results: their layouts.
+        mesh: with axes of type Auto.
+        sum_order: as of `EmitDecision`.
+    """
     traits = traits_of(eqn.primitive.name)
     if traits.barrier_operands and any(x is not None for x in operands):
         return _jax.bind(eqn, jax.lax.optimization_barrier(list(values)))
@@ -214,7 +237,7 @@ def run(eqn, values: Sequence, operands: Layouts, results: Layouts, mesh) -> lis
     either = [*read, *(x for x in made if x and traits.grouped_matmul)]  # the groups of a ragged product may be its result's alone
     if len(read) == len(layouts) and any(x.sharded_axes for x in either):
         plan = convolution if traits.convolution else unchanged if traits.runs_on_shards else by_rule
-        local = plan(eqn, layouts, made, mesh.shape)
+        local = scattered_sum(eqn, layouts, sum_order, mesh.shape) if sum_order else plan(eqn, layouts, made, mesh.shape)
     if local is None and eqn.primitive.name in kernels.CALLS and _jax_kernels.asks_for_mesh(eqn):
         # Outside of `shard_map` it could not be lowered without devices: every device runs all of it.
         read, made = ([Layout(((),) * v.aval.ndim) for v in of] for of in (eqn.invars, eqn.outvars))
