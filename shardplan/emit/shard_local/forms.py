@@ -25,6 +25,7 @@ local-top-k, partition-scattered-windows.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from math import prod
 
@@ -204,10 +205,17 @@ def scattered_sum(eqn, operands: Layouts, order: Sequence[str], sizes: Mapping[s
         return None
     rule, axes, _ = found
     dims = tuple(axes.get(dim[0], ()) if len(dim) == 1 else () for dim in rule.results[0])
+    shards = {a: prod(sizes[n] for n in of) for a, of in axes.items()}
+    avals = [v.aval for v in eqn.invars], [v.aval for v in eqn.outvars]
+    held = halo_dims(replace(rule, shard_local=frozenset(axes)), 0, axes, shards, *avals)
+    placed = [x for x in held if x.dim in eqn.params["dimension_numbers"].scatter_dims_to_operand_dims]
 
     def run(x, *others):
         first = jnp.all(jnp.stack([jax.lax.axis_index(a) == 0 for a in order]))
-        return _jax.bind(eqn, (jnp.where(first, x, jnp.zeros((), x.dtype)), *others), context=False)
+        x = jnp.where(first, x, jnp.zeros((), x.dtype))
+        if placed:
+            return dynamic_index.scatter(eqn, (x, *others), [placed])
+        return _jax.bind(eqn, (x, *others), context=False)
 
     return run, (Layout(dims, tuple((axis, "sum") for axis in order)),)
 
