@@ -68,12 +68,15 @@ HEAD = (
 )
 
 
-def measure(case, mesh: jax.sharding.AbstractMesh, target: str) -> tuple[dict[str, float], PlanReport | str]:
-    """Planned over emitted of one case; nothing where there is nothing to compare. And the report, or why there is none."""
+def measure(case, mesh: jax.sharding.AbstractMesh, target: str, **options) -> tuple[dict[str, float], PlanReport | str]:
+    """Planned over emitted of one case; nothing where there is nothing to compare. And the report, or why there is none.
+
+    `options` are those of `shardplan.auto`.
+    """
     step, state, batch = case()
     preset = target.partition(":")[0]
     try:
-        found = shardplan.auto(mesh, donate_argnums=0, cluster=preset)(step).check(state, batch, target=target)
+        found = shardplan.auto(mesh, donate_argnums=0, cluster=preset, **options)(step).check(state, batch, target=target)
     except shardplan.ShardingError as error:
         return {}, str(error)
     return figures(found, preset) if found.compiled.ok else {}, found

@@ -49,16 +49,16 @@ def fused(name: str):
 CASES = {
     **{name: (lambda name=name: fused(name), ("8", "2,4"), "h100:8") for name in fused_models.MODELS},
     "gpt2-50257": (lambda: zoo.gpt2(scan=True, vocab=50257), ("8", "2,4"), "h100:8"),
-    "llama-7b-96": (lambda: uneven.llama_7b(96)(2), ("96",), "h100:12x8"),
+    "llama-7b-96": (lambda: uneven.llama_7b(96)(None), ("96",), "h100:12x8", uneven.PADDED | {"memory": "6GB"}),
 }
-"""Name -> (train step, state, batch), the meshes, and the machine that it is compiled for; 7B with two of its layers."""
+"""Name -> (train step, state, batch), the meshes, the machine that it is compiled for, and options of `shardplan.auto` if there are any."""
 
 
 def check(name: str, place: str) -> tuple[list, object]:
     """A row of the table, and the report."""
-    case, _, target = CASES[name]
+    case, _, target, *options = CASES[name]
     shape, axes = PLACES.get(place) or ((int(place),), ("data",))
-    measured, report = fidelity.measure(case, jax.sharding.AbstractMesh(shape, axes), target)
+    measured, report = fidelity.measure(case, jax.sharding.AbstractMesh(shape, axes), target, **(options[0] if options else {}))
     if not measured:
         return [name, place, *[""] * (len(fidelity.SHOWN) + 2)], report
     whole, kernels = kernels_of(report.plan)

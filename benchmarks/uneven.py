@@ -3,8 +3,8 @@
     python benchmarks/uneven.py                    every case, planned
     python benchmarks/uneven.py --check 8b --slow  cases whose names have "8b", compiled, too, at two layers; `--slow`: at all layers
 
-A line per case: seconds of a step, those of its communication, peak memory, tflop of products on a device, and with `--check`
-planned over emitted bytes of collectives, peak memory and flops.
+A line per case: seconds of a step, those of its communication, memory at the peak, of it parameters and optimizer state, tflop of
+products on a device, and with `--check` planned over emitted bytes of collectives, peak memory and flops. Or why no plan fits.
 """
 
 import argparse
@@ -17,6 +17,9 @@ import shardplan
 
 PADDED = {"pad_state": True}
 """Options of cases whose state may be held padded between steps."""
+
+STATE = "parameters", "optimizer"
+"""Categories of memory that are held from step to step."""
 
 
 def llama_7b(batch: int):
@@ -52,7 +55,9 @@ CASES = {
     "llama-7b, 12x8 in 16 GB": (llama_7b(96), (12, 8), {"memory": "16GB"}),
     "llama-7b, 12x8 in 16 GB, padded": (llama_7b(96), (12, 8), PADDED | {"memory": "16GB"}),
     "llama-7b, 8x8 in 11 GB": (llama_7b(64), (8, 8), {"memory": "11GB"}),
+    "llama-7b, 12x8 in 11 GB": (llama_7b(96), (12, 8), {"memory": "11GB"}),
     "llama-7b, 12x8 in 11 GB, padded": (llama_7b(96), (12, 8), PADDED | {"memory": "11GB"}),
+    "llama-7b, 96": (llama_7b(96), (96,)),
     "llama-7b, 96, padded": (llama_7b(96), (96,), PADDED),
     "llama-70b, 96 sequences, 3x32": (lambda layers: zoo.llama("70b", batch=96, layers=layers), (3, 32)),
 }
@@ -74,10 +79,16 @@ def main(argv=None) -> None:
         mesh = jax.sharding.AbstractMesh(sizes, ("data", "model")[: len(sizes)], axis_types=(jax.sharding.AxisType.Auto,) * len(sizes))
         step, *arguments = build(2 if options.check and not options.slow else None)
         start = time.process_time()
-        plan = shardplan.auto(mesh, cluster="h100", donate_argnums=0, **(more[0] if more else {}))(step).plan(*arguments)
-        tflop, peak = plan.context.planned.product_flops / 1e12, plan.memory().peak / 2**30
+        try:
+            plan = shardplan.auto(mesh, cluster="h100", donate_argnums=0, **(more[0] if more else {}))(step).plan(*arguments)
+        except shardplan.ShardingError as error:
+            print(f"{name:<32}{str(error).splitlines()[0]}", flush=True)
+            continue
+        tflop, memory = plan.context.planned.product_flops / 1e12, plan.memory()
+        state = sum(n for category, n in memory.at_peak.items() if category in STATE)
         total_ms, sent_ms = (plan.seconds[part] * 1e3 for part in ("total", "communication"))
-        text = f"{name:<32}{total_ms:9.1f} ms {sent_ms:8.1f} ms sent {peak:7.2f} GiB {tflop:8.1f} tflop"
+        text = f"{name:<32}{total_ms:9.1f} ms {sent_ms:8.1f} ms sent"
+        text += f" {memory.peak / 2**30:7.2f} GiB, state {state / 2**30:6.2f} {tflop:8.1f} tflop"
         text += f"  planned in {time.process_time() - start:.0f} s"
         if options.check:
             report = plan.check(target(mesh.size))
