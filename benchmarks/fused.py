@@ -51,7 +51,7 @@ CASES = {
     "gpt2-50257": (lambda: zoo.gpt2(scan=True, vocab=50257), ("8", "2,4"), "h100:8"),
     "llama-7b-96": (lambda: uneven.llama_7b(96)(None), ("96",), "h100:12x8", uneven.PADDED | {"memory": "6GB"}),
 }
-"""Name -> (train step, state, batch), the meshes, the machine that it is compiled for, and options of `shardplan.auto` if there are any."""
+"""Name -> (train step, state, batch), the meshes, the machine that it is compiled for, and options of `shardplan.auto`."""
 
 
 def check(name: str, place: str) -> tuple[list, object]:
