@@ -82,7 +82,8 @@ def main(argv=None) -> None:
         try:
             plan = shardplan.auto(mesh, cluster="h100", donate_argnums=0, **(more[0] if more else {}))(step).plan(*arguments)
         except shardplan.ShardingError as error:
-            print(f"{name:<32}{' '.join(str(error).split('\n')[:2])}", flush=True)
+            why = " ".join(line.strip() for line in str(error).splitlines()[:2])
+            print(f"{name:<32}{why}", flush=True)
             continue
         tflop, memory = plan.context.planned.product_flops / 1e12, plan.memory()
         state = sum(n for category, n in memory.at_peak.items() if category in STATE)
