@@ -187,6 +187,17 @@ def last_dim(on_shards, rule="a b i -> a b"):
     return call
 
 
+def as_result(function):
+    """A call without a rule that shards operands as its result, also where the numbers are wrong then."""
+
+    def partition(mesh, args, result):
+        return mesh, function, result.sharding, jax.tree.map(lambda _: result.sharding, args)
+
+    call = custom_partitioning(function)
+    call.def_partition(partition)
+    return call
+
+
 REFUSED = {
     "not summed": (last_dim(lambda x: x.sum(-1)), r"does not join results\[0\] over the shards of i"),
     "goes on": (last_dim(lambda x: jax.lax.psum(x.sum(-1), "i") + 1), "computes add of what it has joined over shards"),
@@ -199,6 +210,7 @@ REFUSED = {
     "partition gathers": (partitioned(jnp.sin, "a b i -> a b i", moved=without_axes), "its partition answers"),
     "shapes": (partitioned(lambda x: jnp.zeros((4, 8, 16)), "a b i -> a b i"), "its lower_fn makes float32"),
     "no rule": (partitioned(jnp.sin, None), "it has no sharding_rule"),
+    "no rule, as the result": (as_result(softmax), "it has no sharding_rule"),
     "unfit": (partitioned(jnp.sin, "a b -> a b"), "its sharding_rule does not fit: it names 2 dims of an array with 3"),
 }
 

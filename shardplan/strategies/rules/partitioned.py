@@ -115,25 +115,36 @@ def _smallest_divisor(n: int) -> int:
 def answered_rule(params: Mapping[str, Any], ins, out) -> Rule:
     """Factors that the `partition` of a call without a rule serves, as it answers to the shardings of `_likely`.
 
-    A `partition` that answers whatever it is asked for tells nothing: it may rely on what the step shards. None of its factors shards.
+    It is believed of operands of which it leaves some dim whole, whatever it is asked for. A `partition` that shards every dim may rely
+    on what the step shards, and tells nothing.
     """
-    tensors = (*ins, *out)
     factors: list[frozenset[Place]] = []
-    changes = False
-    for k, d in ((k, d) for k, x in enumerate(ins) for d, n in enumerate(x.shape) if n > 1):
-        for asked in _likely(tensors, len(ins), (k, d)):
-            if any((k, d) in of for of in factors):
-                break
-            try:
-                found = _answered(params, ins, out, asked)
-                changes |= found != asked
-                sizes = {tensors[t].shape[i] for t, i in found}
-                if (k, d) in found and len(sizes) == 1 and not any(found & of for of in factors):
-                    joins(params, _rule_of(ins, out, [found]), ins, out, {"f0": _smallest_divisor(tensors[k].shape[d])})
-                    factors.append(found)
-            except Exception:  # of whichever kind: it is the user's code
-                continue
-    return _rule_of(ins, out, factors if changes else [])
+    believed: set[int] = set()
+    for place in ((k, d) for k, x in enumerate(ins) for d, n in enumerate(x.shape) if n > 1):
+        if not any(place in of for of in factors):
+            served, left_whole = _served(params, ins, out, place)
+            if left_whole:
+                believed.add(place[0])
+            if served and not any(served & of for of in factors):
+                factors.append(served)
+    return _rule_of(ins, out, [of for of in factors if not believed.isdisjoint(t for t, _ in of)])
+
+
+def _served(params: Mapping[str, Any], ins, out, place: Place) -> tuple[frozenset[Place] | None, bool]:
+    """The dims that shard with an operand's dim, None if it does not; and whether `partition` leaves it whole in all its answers."""
+    tensors, answers = (*ins, *out), []
+    shards = {"f0": _smallest_divisor(tensors[place[0]].shape[place[1]])}
+    for asked in _likely(tensors, len(ins), place):
+        try:
+            _, specs, _ = answer(params, _rule_of(ins, out, [asked]), ins, out, shards)
+            found = frozenset((t, i) for t, spec in enumerate(specs) for i, axes in enumerate(spec or ()) if axes)
+            answers.append(found)
+            if place in found and len({tensors[t].shape[i] for t, i in found}) == 1:
+                joins(params, _rule_of(ins, out, [found]), ins, out, shards)
+                return found, False
+        except Exception:  # of whichever kind: it is the user's code
+            continue
+    return None, bool(answers) and not any(place in found for found in answers)
 
 
 Place = tuple[int, int]
@@ -150,13 +161,6 @@ def _likely(tensors: Sequence, n_operands: int, place: Place) -> Iterator[frozen
     firsts = {t: i for t, i, _ in reversed(equal) if t < n_operands and t != k}
     yield frozenset({place, *firsts.items()})
     yield frozenset({place})
-
-
-def _answered(params: Mapping[str, Any], ins, out, asked: frozenset[Place]) -> frozenset[Place]:
-    """The dims that a `partition` answers to shard, asked to shard these."""
-    k, d = min(asked)
-    _, specs, _ = answer(params, _rule_of(ins, out, [asked]), ins, out, {"f0": _smallest_divisor((*ins, *out)[k].shape[d])})
-    return frozenset((t, i) for t, spec in enumerate(specs) for i, axes in enumerate(spec or ()) if axes)
 
 
 def _rule_of(ins, out, factors: Sequence[frozenset[Place]]) -> Rule:
