@@ -72,6 +72,22 @@ def norm_partition(mesh, args, result):
     return mesh, run, *(jax.tree.map(lambda x: x.sharding, of) for of in (result, args))
 
 
+def with_scale(reduced, join):
+    """Rows are reduced, on shards joined; the scale, next to them, is whole on every device."""
+
+    def function(x, scale):
+        return reduced(x, (0, 1)), scale * 2
+
+    def partition(mesh, args, result):
+        axes = args[0].sharding.spec[0]
+        run = (lambda x, scale: (join(reduced(x, (0, 1)), axes), scale * 2)) if axes else function
+        return mesh, run, *(jax.tree.map(lambda x: x.sharding, of) for of in (result, args))
+
+    call = custom_partitioning(function)
+    call.def_partition(partition, sharding_rule="a b i, s -> i, s", need_replication_factors=("b", "i", "s"))
+    return call
+
+
 def array(*shape, seed=0):
     return jnp.asarray(np.random.default_rng(seed).normal(size=shape), "float32")
 
@@ -108,6 +124,7 @@ CASES = {
     "no rule, rows": (whole_rows(softmax), (X,), "f0 f1"),
     "no rule, rows of the first operand": (whole_rows(lambda x, w: softmax(x) * w), (X, array(16, seed=1)), "f0 f1"),
     "maximum": (joined(lambda x: x.max(-1), "a b i -> a b", jax.lax.pmax, **REDUCED), (X,), "a b i"),
+    "maximum, and what is whole": (with_scale(jnp.max, jax.lax.pmax), (X, array(4, seed=1)), "a"),
     "summed over rows alone": (NORM_BACKWARD, (X, array(4, 8, 16, seed=1)), "a i"),
     "compound": (partitioned(flat, "a b i -> a (b i)"), (X,), "a b i"),
     "permuted": (partitioned(lambda x: x[:, ::-1], "a b i -> a b i", permutation_factors=("b",)), (X,), "a i"),
@@ -164,6 +181,15 @@ def test_sums_over_shards_are_the_plans_own(kind):
         "custom_partitioning", step, x, w, array(16, seed=2), mesh=mesh, in_shardings=(P("a", None, "b"), P("b"), None)
     )
     assert n == 2 and "CustomSPMDPartitioning" not in planned.lower(x, w, array(16)).as_text()
+
+
+def test_a_result_that_is_whole_on_every_device_is_not_summed_next_to_one_that_is():
+    x, scale = array(8, 4, 16), array(4, seed=1)
+    step = shardplan.auto(jax.make_mesh((8,), ("a",), axis_types=(AxisType.Auto,)), cluster=NEAR, in_shardings=(P("a"), None))
+    with pytest.warns(ShardingWarning, match=r"joins some results over the shards of a by a sum, and not results\[1\]"):
+        got = step(with_scale(jnp.sum, jax.lax.psum))(x, scale)
+    for one, other in zip(got, (x.sum((0, 1)), scale * 2), strict=True):
+        assert difference(one, other) is None
 
 
 def test_operations_are_those_of_the_call():

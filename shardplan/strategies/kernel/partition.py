@@ -100,8 +100,17 @@ def joins(params: Mapping[str, Any], rule: Rule, ins, out, counts: Mapping[str, 
     wanted = [(s, x.dtype) for s, x in zip(local_shapes(rule.results, out, counts), out, strict=True)]
     if got != wanted:
         raise ValueError(f"its lower_fn makes {_text(got)} of shards where the rule has {_text(wanted)}")
+    return _common_joins(made, rule.results)
+
+
+def _common_joins(made: Sequence[_Value], results: Sequence[Dims]) -> dict[str, str]:
+    """How the results that do not have a factor are joined over its shards.
+
+    The plan joins all of them in one way. So each that differs between devices has to be joined, and where some are summed, so has each
+    that is the same on all devices.
+    """
     found: dict[str, str] = {}
-    for k, (value, dims) in enumerate(zip(made, rule.results, strict=True)):
+    for k, (value, dims) in enumerate(zip(made, results, strict=True)):
         own = set(flat_factors(dims))
         if missing := value.varies - own:
             raise ValueError(f"its lower_fn does not join results[{k}] over the shards of {', '.join(sorted(missing))}")
@@ -110,6 +119,10 @@ def joins(params: Mapping[str, Any], rule: Rule, ins, out, counts: Mapping[str, 
         for a, kind in value.joined.items():
             if found.setdefault(a, kind) != kind:
                 raise ValueError(f"its lower_fn joins some results by {found[a]}, others by {kind}")
+    for k, (value, dims) in enumerate(zip(made, results, strict=True)):
+        for a in sorted(found.keys() - value.joined.keys() - set(flat_factors(dims))):
+            if found[a] == "sum":  # the largest and the smallest of equal values are these
+                raise ValueError(f"its lower_fn joins some results over the shards of {a} by a sum, and not results[{k}]")
     return found
 
 
