@@ -40,7 +40,7 @@ class EmitDecision:
     sum_order: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:
-        return any(self.reads) or any(r is not None for r in self.results) or any(self.copies)
+        return any(self.reads) or any(r is not None for r in self.results) or any(self.copies) or bool(self.sum_order)
 
 
 BARRIER = -1

@@ -17,9 +17,10 @@ What XLA's partitioner makes of them in the layouts that their rules allow (`ben
     dynamic_slice, dynamic_update_slice, gather and scatter        all-gather of the sharded dim
     of one window
     ragged_dot_general over its rows or groups                     all-gather of both
+    scatter-add over two axes, its sum sharded in another order    all-reduce
 
 Facts: local-library-calls, local-grouped-convolution, local-initial-value, local-halo, local-dynamic-index, local-ragged-product,
-local-top-k, partition-scattered-windows.
+local-top-k, partition-scattered-windows, partition-scatter-in-one-order.
 """
 
 from __future__ import annotations
@@ -150,6 +151,24 @@ def kernel(eqn, operands: Layouts, results: Layouts, sizes: Mapping[str, int]) -
     return lambda *shards: run(eqn, shards, counts), tuple(_made(rule, of, axes) for of in rule.results)
 
 
+def scattered_sum(eqn, operands: Layouts, order: Sequence[str], sizes: Mapping[str, int]) -> LocalOp | None:
+    """A scatter-add of a device's own updates, to be summed over axes in this order; one device adds to the operand, the others to zeros."""
+    found = shard_factors(eqn, (*operands, None), sizes)
+    if found is None:
+        return None
+    rule, axes, _ = found
+    shards = {a: prod(sizes[n] for n in of) for a, of in axes.items()}
+    avals = [v.aval for v in eqn.invars], [v.aval for v in eqn.outvars]
+    sharded = halo_dims(replace(rule, shard_local=frozenset(axes)), 0, axes, shards, *avals)
+    indexed = [x for x in sharded if x.dim in eqn.params["dimension_numbers"].scatter_dims_to_operand_dims]
+
+    def run(x, *others):
+        x = jnp.where(jax.lax.axis_index(tuple(order)) == 0, x, jnp.zeros((), x.dtype))
+        return dynamic_index.scatter(eqn, (x, *others), [indexed]) if indexed else _jax.bind(eqn, (x, *others), context=False)
+
+    return run, (replace(_made(rule, rule.results[0], axes), partial=tuple((axis, "sum") for axis in order)),)
+
+
 def _made(rule: Rule, dims: Dims, axes: FactorAxes) -> Layout:
     """The layout of a result that is partial over the reduction factors it does not have."""
     reduced = {a: kind for a, kind in rule.reduce.items() if a not in flat_factors(dims)}
@@ -196,28 +215,6 @@ def compound_axes(rule: Rule, n: Mapping[str, int], layouts: Layouts, sizes: Map
 
 def _summed(rule: Rule, axes: FactorAxes) -> tuple[tuple[str, str], ...]:
     return tuple((axis, kind) for a, kind in rule.reduce.items() for axis in axes.get(a, ()))
-
-
-def scattered_sum(eqn, operands: Layouts, order: Sequence[str], sizes: Mapping[str, int]) -> LocalOp | None:
-    """A scatter-add of a device's own updates, to be summed over these axes; one device adds to the operand, the others to zeros."""
-    found = shard_factors(eqn, (*operands, None), sizes)
-    if found is None:
-        return None
-    rule, axes, _ = found
-    dims = tuple(axes.get(dim[0], ()) if len(dim) == 1 else () for dim in rule.results[0])
-    shards = {a: prod(sizes[n] for n in of) for a, of in axes.items()}
-    avals = [v.aval for v in eqn.invars], [v.aval for v in eqn.outvars]
-    held = halo_dims(replace(rule, shard_local=frozenset(axes)), 0, axes, shards, *avals)
-    placed = [x for x in held if x.dim in eqn.params["dimension_numbers"].scatter_dims_to_operand_dims]
-
-    def run(x, *others):
-        first = jnp.all(jnp.stack([jax.lax.axis_index(a) == 0 for a in order]))
-        x = jnp.where(first, x, jnp.zeros((), x.dtype))
-        if placed:
-            return dynamic_index.scatter(eqn, (x, *others), [placed])
-        return _jax.bind(eqn, (x, *others), context=False)
-
-    return run, (Layout(dims, tuple((axis, "sum") for axis in order)),)
 
 
 # ---- one equation
