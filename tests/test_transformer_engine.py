@@ -185,6 +185,7 @@ def test_every_rule_is_read(case):
     rule = stated_rule(params, avals(ins), avals(out))
     read, made = ({a for dims in of for d in dims for a in d} for of in (rule.operands, rule.results))
     assert (read & made) - rule.replicated == set(free.split()) and made - read <= rule.replicated
+    assert all(rule.sizes[a] == 0 for a in (read - made) & rule.replicated)  # every other one may be summed over, as partition answers
     for dims, x in zip(rule.operands + rule.results, avals(ins) + avals(out), strict=True):
         assert tuple(math.prod(rule.sizes[a] for a in d) for d in dims) == x.shape
 

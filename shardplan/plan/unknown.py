@@ -19,6 +19,7 @@ CALLBACK_WAY = (
 )
 """Way out for Python functions that a step calls on the host."""
 PRINT_WAY = "print a sum, or a slice, of it"
+"""Way out for arrays that `jax.debug` hands to the host."""
 
 
 def warn_of_unknown(plan: Plan) -> None:

@@ -232,7 +232,7 @@ def _windows(op: ShardedOp, shards):
 
 
 def _kernel(op: ShardedOp, shards):
-    return kernels.CALLS[op.name](op.eqn, shards, op.shards)
+    return kernels.CALLS[op.name](op.eqn, op.rule, shards, op.shards)
 
 
 def _ragged(op: ShardedOp, shards):

@@ -145,14 +145,14 @@ def kernel(eqn, operands: Layouts, results: Layouts, sizes: Mapping[str, int]) -
     if not known or not axes or not rule.shard_local.issuperset(axes):
         return None
     counts = {a: prod(sizes[n] for n in of) for a, of in axes.items()}
-    if not kernels.runs(eqn, counts):
+    if not kernels.runs(eqn, rule, counts):
         return None
     run = kernels.unchanged if is_registered(eqn.primitive.name) else kernels.CALLS[eqn.primitive.name]
-    return lambda *shards: run(eqn, shards, counts), tuple(_made(rule, of, axes) for of in rule.results)
+    return lambda *shards: run(eqn, rule, shards, counts), tuple(_made(rule, of, axes) for of in rule.results)
 
 
 def scattered_sum(eqn, operands: Layouts, order: Sequence[str], sizes: Mapping[str, int]) -> LocalOp | None:
-    """A scatter-add of a device's own updates, to be summed over axes in this order; one device adds to the operand, the others to zeros."""
+    """A scatter-add of a device's own updates, to be summed over axes in this order; only the first adds to the operand."""
     found = shard_factors(eqn, (*operands, None), sizes)
     if found is None:
         return None
@@ -246,7 +246,7 @@ def run(eqn, values: Sequence, operands: Layouts, results: Layouts, mesh, sum_or
     if local is None and eqn.primitive.name in kernels.CALLS and _jax_kernels.asks_for_mesh(eqn):
         # Outside of `shard_map` it could not be lowered without devices: every device runs all of it.
         read, made = ([Layout(((),) * v.aval.ndim) for v in of] for of in (eqn.invars, eqn.outvars))
-        local = (lambda *shards: kernels.CALLS[eqn.primitive.name](eqn, shards, {})), tuple(made)
+        local = (lambda *shards: kernels.whole(eqn, shards)), tuple(made)
     if local is None:
         return bind(eqn, values)
     run_shards, made = local

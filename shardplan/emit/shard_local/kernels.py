@@ -16,11 +16,10 @@ from shardplan import _jax, _jax_kernels
 from shardplan.strategies.kernel.grid import KernelDim, KernelGrid, kernel_grid
 from shardplan.strategies.kernel.partition import refusal, run_shards
 from shardplan.strategies.rule import Rule, factor_sizes
-from shardplan.strategies.rules import foreign, rule_for
-from shardplan.strategies.rules.partitioned import stated_rule
+from shardplan.strategies.rules import foreign
 
 
-def pallas_call(eqn, shards: Sequence, counts: Mapping[str, int]) -> list:
+def pallas_call(eqn, rule: Rule, shards: Sequence, counts: Mapping[str, int]) -> list:
     """Results of a `pallas_call` on shards of its operands; `counts` has, per sharded factor, the number of shards."""
     return _jax.bind(eqn, shards, local_params(eqn, counts), context=False)
 
@@ -103,15 +102,14 @@ class _LocalGrid:
         return out
 
 
-def unchanged(eqn, shards: Sequence, counts: Mapping[str, int]) -> list:
+def unchanged(eqn, rule: Rule, shards: Sequence, counts: Mapping[str, int]) -> list:
     """Results of a kernel that takes its shapes from its operands."""
     return _jax.bind(eqn, shards, context=False)
 
 
-def foreign_call(eqn, shards: Sequence, counts: Mapping[str, int]) -> list:
+def foreign_call(eqn, rule: Rule, shards: Sequence, counts: Mapping[str, int]) -> list:
     """Results of a foreign function on shards of its operands, whose rule the user registered."""
-    ins, outs = ([v.aval for v in of] for of in (eqn.invars, eqn.outvars))
-    rule, _ = rule_for(eqn.primitive.name, ins, outs, eqn.params)
+    ins, outs = _avals(eqn)
     sizes = factor_sizes(rule, tuple(tuple(x.shape) for x in ins), tuple(tuple(x.shape) for x in outs))
     given, local = _jax_kernels.ffi_attributes(eqn.params), foreign.local_sizes(sizes, counts)
     attributes = foreign.local_attributes(eqn.params["target_name"], given, local)
@@ -119,30 +117,31 @@ def foreign_call(eqn, shards: Sequence, counts: Mapping[str, int]) -> list:
     return _jax.bind(eqn, shards, params, context=False)
 
 
-def partitioned(eqn, shards: Sequence, counts: Mapping[str, int]) -> list:
-    """Results of a `custom_partitioning` call: its `lower_fn`'s before it joins them; without sharded factors, those of the call."""
-    if not counts:
-        whole: Any = _jax_kernels.in_current_context(eqn.params["call"])
-        return _jax_kernels.call(whole, shards)
-    rule, ins, outs = _rule(eqn)
-    return run_shards(eqn.params, rule, ins, outs, counts, shards)
+def partitioned(eqn, rule: Rule, shards: Sequence, counts: Mapping[str, int]) -> list:
+    """Results of a `custom_partitioning` call on shards of its operands: its `lower_fn`'s, before it joins them."""
+    return run_shards(eqn.params, rule, *_avals(eqn), counts, shards)
 
 
-def runs(eqn, counts: Mapping[str, int]) -> bool:
+def whole(eqn, values: Sequence) -> list:
+    """Results of a kernel that every device runs on all of its operands."""
+    if "call" in eqn.params:
+        call: Any = _jax_kernels.in_current_context(eqn.params["call"])
+        return _jax_kernels.call(call, values)
+    return _jax.bind(eqn, values, context=False)
+
+
+def runs(eqn, rule: Rule, counts: Mapping[str, int]) -> bool:
     """Whether a kernel that has a rule runs with so many shards per factor."""
     refuses = REFUSALS.get(eqn.primitive.name)
-    return refuses is None or not refuses(eqn, counts)
+    return refuses is None or not refuses(eqn, rule, counts)
 
 
-def _unserved(eqn, counts: Mapping[str, int]) -> str:
-    rule, ins, outs = _rule(eqn)
-    return refusal(eqn.params, rule, ins, outs, counts)
+def _unserved(eqn, rule: Rule, counts: Mapping[str, int]) -> str:
+    return refusal(eqn.params, rule, *_avals(eqn), counts)
 
 
-def _rule(eqn) -> tuple[Rule, list, list]:
-    """What a call states, with its avals; which factors it serves is known by now, and is not asked again."""
-    ins, outs = ([v.aval for v in of] for of in (eqn.invars, eqn.outvars))
-    return stated_rule(eqn.params, ins, outs), ins, outs
+def _avals(eqn) -> tuple[list, list]:
+    return [v.aval for v in eqn.invars], [v.aval for v in eqn.outvars]
 
 
 ATTENTION = "fwd", "bwd", "fp8_fwd", "fp8_bwd"
@@ -152,6 +151,6 @@ CALLS: dict[str, Callable[..., list]] = {
     "ffi_call": foreign_call,
     **{f"dot_product_attention_{which}_wrapper": unchanged for which in ATTENTION},
 }
-"""Primitive -> (equation, shards of the operands, shards per factor) -> shards of the results."""
+"""Primitive -> (equation, its rule, shards of the operands, shards per factor) -> shards of the results."""
 REFUSALS: dict[str, Callable[..., str]] = {"custom_partitioning": _unserved}
-"""Primitive -> (equation, shards per factor) -> why the user's code, which serves each factor, refuses them together; "" if not."""
+"""Primitive -> (equation, its rule, shards per factor) -> why the user's code, which serves each, refuses them together; "" if not."""

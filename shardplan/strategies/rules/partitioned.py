@@ -36,16 +36,14 @@ def custom_partitioning(*ins, out, **params):
                 refused[a] = first_line(error)
     free = frozenset(flat_factors(*found.operands)) - found.replicated - refused.keys()
     if not free:
-        why = "; ".join(f"factor {a}: {why}" for a, why in refused.items()) or NO_RULE[params["sharding_rule"] is None]
-        return unsharded_rule(ins, out, why)
+        none_shards = NOTHING_ANSWERED if params["sharding_rule"] is None else NOTHING_STATED
+        return unsharded_rule(ins, out, "; ".join(f"factor {a}: {why}" for a, why in refused.items()) or none_shards)
     flops = program_flops(params["call"].jaxpr)
     return replace(found, reduce=reduce, replicated=frozenset(found.sizes) - free, shard_local=free, flops=flops)
 
 
-NO_RULE = (
-    "its sharding_rule has no factor that shards",
-    "it has no sharding_rule, which def_partition takes, and its partition does not tell which shardings it serves",
-)
+NOTHING_STATED = "its sharding_rule has no factor that shards"
+NOTHING_ANSWERED = "it has no sharding_rule, which def_partition takes, and its partition does not tell which shardings it serves"
 
 
 def stated_rule(params: Mapping[str, Any], ins, out) -> Rule:
@@ -111,6 +109,9 @@ def _smallest_divisor(n: int) -> int:
 
 # ---- calls without a rule
 
+Place = tuple[int, int]
+"""Number of a tensor, operands before results, and of a dim."""
+
 
 def answered_rule(params: Mapping[str, Any], ins, out) -> Rule:
     """Factors that the `partition` of a call without a rule serves, as it answers to the shardings of `_likely`.
@@ -147,12 +148,11 @@ def _served(params: Mapping[str, Any], ins, out, place: Place) -> tuple[frozense
     return None, bool(answers) and not any(place in found for found in answers)
 
 
-Place = tuple[int, int]
-"""Number of a tensor, operands before results, and of a dim."""
-
-
 def _likely(tensors: Sequence, n_operands: int, place: Place) -> Iterator[frozenset[Place]]:
-    """Dims that may shard together with an operand's dim: those at its place from the front, from the back, in all operands; none."""
+    """Dims that may shard together with an operand's dim, all of its size.
+
+    Those at its place from the front; those at its place from the back; the first one of every other operand; none.
+    """
     k, d = place
     n, back = tensors[k].shape[d], d - len(tensors[k].shape)
     equal = [(t, i, i - len(x.shape)) for t, x in enumerate(tensors) for i, m in enumerate(x.shape) if m == n]
